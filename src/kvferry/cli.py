@@ -1,0 +1,72 @@
+"""The command line: one verb a stage, every verb in its own file under ``verbs/``.
+
+Owns exit codes: 0 done, 2 bad input (no traceback), 3 ``check`` says unsupported or limited,
+130 interrupted. Imports no torch until a verb needs it.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+import typer
+
+from kvferry import __version__
+from kvferry.errors import KvferryError
+from kvferry.terminal import say
+
+VERBS = ("models", "check", "capture", "fit", "measure", "ask", "bench", "demo")
+
+app = typer.Typer(
+    name="kvferry",
+    help="One language model reads, another answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"kvferry {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
+    ),
+) -> None:
+    """One language model reads, another answers."""
+
+
+for _verb in VERBS:
+    import_module(f"kvferry.verbs.{_verb}").register(app)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    try:
+        app()
+    except KvferryError as error:
+        say(f"error: {type(error).__name__}")
+        for line in error.lines():
+            say("  " + line)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("interrupted; what was finished is kept, the same command resumes where it can")
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS):
+            raise
+        say(f"error: {error.strerror}: {error.filename or ''}")
+        say("  next      free space or choose a folder that can be written")
+        sys.exit(2)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Text in, map out. Never sees tasks or sealed items."""

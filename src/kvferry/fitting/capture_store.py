@@ -1,0 +1,224 @@
+"""A capture's folder: plan, checkpoint, final moments; every file written whole or not at all.
+
+Files: ``identity.json`` (what the capture is of), ``plan.json`` (source layers for each target),
+``checkpoint.safetensors`` (sums so far), and at the end ``moments.safetensors`` and
+``capture.json``. Times and machine stand apart in ``timing.json``, so that equal captures are
+equal byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvferry.errors import BadInput, CorruptFile, WrongPair
+from kvferry.fitting.corpus import SPLITS
+from kvferry.fitting.moments import Candidates, Moments
+from kvferry.provenance import atomic_path, read_json, sha256_file, write_json
+
+MomentsTable = dict[tuple[str, str], Moments]
+"""(direction, split) -> moments."""
+
+
+class CaptureStore:
+    """Reads and writes a capture's folder."""
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder = folder
+        self.items_done = 0
+        path = folder / "identity.json"
+        if path.exists():
+            found = read_json(path).get("identity")
+            if found != identity:
+                raise WrongPair(
+                    expected=f"an empty folder, or this capture ({identity[:16]}) in {folder}",
+                    got=f"a capture with other models, texts or settings ({str(found)[:16]})",
+                    next_step="choose another --out, or remove that folder",
+                )
+        else:
+            write_json(path, {"identity": identity})
+
+    @property
+    def finished(self) -> bool:
+        """Whether the final files are there."""
+        return (self.folder / "capture.json").exists()
+
+    def header(self) -> dict[str, Any]:
+        """The final header."""
+        return dict(read_json(self.folder / "capture.json"))
+
+    def load_plan(self) -> dict[str, Candidates] | None:
+        """The plan of an earlier start of this capture."""
+        path = self.folder / "plan.json"
+        return read_json(path)["plan"] if path.exists() else None
+
+    def save_plan(self, plan: dict[str, Candidates], report: dict[str, Any]) -> None:
+        """Write the plan and how it was chosen."""
+        write_json(self.folder / "plan.json", {"plan": plan, "report": report})
+
+    @staticmethod
+    def plan_of(folder: Path) -> dict[str, Candidates]:
+        """Another capture's plan."""
+        return dict(read_json(folder / "plan.json")["plan"])
+
+    def load_moments(self, plan: dict[str, Candidates]) -> MomentsTable | None:
+        """Sums of the last checkpoint, or ``None`` at the start."""
+        path = self.folder / "checkpoint.safetensors"
+        if not path.exists():
+            return None
+        tensors, header = _load(path)
+        self.items_done = int(header["items_done"])
+        return _table(tensors, plan)
+
+    def save_moments(self, moments: MomentsTable, items_done: int) -> None:
+        """Write a checkpoint."""
+        _save(
+            self.folder / "checkpoint.safetensors", moments, {"items_done": str(items_done)}
+        )
+
+    def finish(self, moments: MomentsTable, header: dict[str, Any]) -> None:
+        """Write the final files; ``capture.json`` comes last and makes the capture complete."""
+        path = self.folder / "moments.safetensors"
+        _save(path, moments, {"identity": header["identity"]})
+        write_json(self.folder / "capture.json", {**header, "moments_sha256": sha256_file(path)})
+        (self.folder / "checkpoint.safetensors").unlink(missing_ok=True)
+
+
+def load_capture(folder: Path, direction: str) -> tuple[dict[str, Any], dict[str, Moments]]:
+    """A finished capture's header and one direction's moments by split.
+
+    Raises:
+        CorruptFile: damaged files, or moments that don't match the header's sha256.
+        BadInput: the capture isn't finished, or lacks the direction.
+    """
+    if not (folder / "capture.json").exists():
+        raise BadInput(
+            expected=f"a finished capture in {folder}",
+            got="an unfinished one" if (folder / "identity.json").exists() else "no capture",
+            next_step="run `kvferry capture` with the same arguments to finish it",
+        )
+    header = dict(read_json(folder / "capture.json"))
+    if direction not in header["directions"]:
+        raise BadInput(
+            expected=f"a direction among {', '.join(header['directions'])}",
+            got=direction,
+            next_step="capture again with --both-directions",
+        )
+    path = folder / "moments.safetensors"
+    if (found := sha256_file(path)) != header["moments_sha256"]:
+        raise CorruptFile(
+            expected=f"sha256 {header['moments_sha256']} of {path}",
+            got=found,
+            next_step="capture again; the file was changed or damaged",
+        )
+    tensors, _ = _load(path, prefix=f"{direction}/")
+    table = _table(tensors, {direction: header["plan"][direction]})
+    return header, {split: table[direction, split] for split in SPLITS}
+
+
+def merge_captures(folders: list[Path], out: Path) -> dict[str, Any]:
+    """Add the moments of captures made apart, with the same plan and different texts.
+
+    Raises:
+        WrongPair: other models, layout or plan.
+        BadInput: fewer than two folders, or a text that was read twice.
+    """
+    if len(folders) < 2:
+        raise BadInput(
+            expected="two or more captures to merge",
+            got=str(len(folders)),
+            next_step="give more folders",
+        )
+    headers = []
+    merged: MomentsTable = {}
+    for folder in folders:
+        if not (folder / "capture.json").exists():
+            load_capture(folder, "forward")
+        header = dict(read_json(folder / "capture.json"))
+        if headers:
+            _require_mergeable(headers[0], header, folder)
+        for direction in header["directions"]:
+            _, by_split = load_capture(folder, direction)
+            for split, moments in by_split.items():
+                if (direction, split) in merged:
+                    merged[direction, split].merge(moments)
+                else:
+                    merged[direction, split] = moments
+        headers.append(header)
+    items = [item for header in headers for item in header["items"]]
+    names = [(item["doc_id"], item["chunk"]) for item in items]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadInput(
+            expected="captures of different texts",
+            got=f"document {twice[0][:16]}, chunk {twice[1]} in two of them",
+            next_step="capture with --shard 0/2 and --shard 1/2",
+        )
+    rows = {split: sum(h["rows"][split] for h in headers) for split in SPLITS}
+    identity = "+".join(h["identity"][:16] for h in headers)
+    header = {**headers[0], "items": items, "rows": rows, "identity": identity}
+    store = CaptureStore(out, identity)
+    store.save_plan(header["plan"], {"merged_from": [h["identity"] for h in headers]})
+    store.finish(merged, header)
+    return store.header()
+
+
+def _require_mergeable(first: dict[str, Any], other: dict[str, Any], folder: Path) -> None:
+    for key, name in (
+        ("source", "source"),
+        ("receiver", "receiver"),
+        ("layout_identity", "prompt layout"),
+        ("plan", "choice of source layers"),
+    ):
+        if first[key] != other[key]:
+            raise WrongPair(
+                expected=f"the same {name} in every capture",
+                got=f"another one in {folder}",
+                next_step="capture the later runs with --plan-from the first",
+            )
+
+
+def _save(path: Path, moments: MomentsTable, header: dict[str, str]) -> None:
+    tensors: dict[str, Tensor] = {}
+    for (direction, split), value in moments.items():
+        tensors.update(value.tensors(f"{direction}/{split}"))
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, header)
+
+
+def _load(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as stream:
+            header = stream.metadata() or {}
+            names = [name for name in stream.keys() if name.startswith(prefix)]  # noqa: SIM118
+            return {name: stream.get_tensor(name).clone() for name in names}, header
+    except (OSError, SafetensorError) as error:
+        raise CorruptFile(
+            expected=f"moments in {path}",
+            got=f"{type(error).__name__}: {error}",
+            next_step="remove that folder and capture again",
+        ) from error
+
+
+def _table(tensors: dict[str, Tensor], plan: dict[str, Candidates]) -> MomentsTable:
+    try:
+        return {
+            (direction, split): Moments.from_tensors(
+                tensors, f"{direction}/{split}", candidates
+            )
+            for direction, candidates in plan.items()
+            for split in SPLITS
+        }
+    except KeyError as error:
+        raise CorruptFile(
+            expected="moments for every target of the plan",
+            got=f"no tensor {json.dumps(str(error))}",
+            next_step="remove that folder and capture again",
+        ) from error
+
+

@@ -1,0 +1,1 @@
+"""What a map is, and how it is applied."""

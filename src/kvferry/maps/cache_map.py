@@ -1,0 +1,336 @@
+"""The map artifact: safetensors + sorted JSON + a card; save, load, push.
+
+Owns what a map is on disk and what it refuses: another format, a changed file, other models, the
+opposite direction. Weights are stored as float32, bfloat16, float16 or int8 (a scale for each
+output), and used in float32. One call: ``CacheMap.from_pretrained("maps/NAME")``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvferry.errors import BadInput, CorruptFile, HashMismatch, Unreachable, WrongPair
+from kvferry.maps.linear import LinearTarget, cache_features
+from kvferry.models.cache import CanonicalCache, LayerKV
+from kvferry.models.geometry import Geometry
+from kvferry.provenance import (
+    atomic_path,
+    read_json,
+    sha256_file,
+    sha256_text,
+    sorted_json,
+    write_json,
+    write_text,
+)
+
+FORMAT = "kvferry-map-1"
+CONFIG_NAME = "map.json"
+WEIGHTS_NAME = "map.safetensors"
+CARD_NAME = "README.md"
+
+Stored = Literal["float32", "bfloat16", "float16", "int8"]
+
+
+class MapSide(BaseModel):
+    """One of the two models a map stands between."""
+
+    model_config = ConfigDict(extra="forbid")
+    spec: str
+    revision: str
+    dtype: str
+    geometry: dict[str, Any]
+
+
+class MapConfig(BaseModel):
+    """Everything about a map but its weights; unknown keys are refused.
+
+    Attributes:
+        k_key: source layers for each key target.
+        k_value: source layers for each value target.
+        stored: dtype of the weights on disk.
+        layout: the prompt layout it was fitted with.
+        fitted: on what, how many rows, which code.
+        quality: figures on select and test documents, each with its n.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    format: str
+    source: MapSide
+    receiver: MapSide
+    k_key: int
+    k_value: int
+    stored: Stored
+    layers: dict[str, list[int]]
+    layout: dict[str, Any]
+    layout_identity: str
+    fitted: dict[str, Any]
+    quality: dict[str, Any]
+    weights_sha256: str
+
+
+class CacheMap:
+    """A learned map from a source's canonical cache to a receiver's.
+
+    Attributes:
+        config: what it is.
+        targets: ``"layer.K"`` and ``"layer.V"`` -> the linear map of that target, float32.
+    """
+
+    def __init__(self, config: MapConfig, targets: dict[str, LinearTarget]) -> None:
+        self.config = config
+        self.targets = targets
+        self.receiver_geometry = Geometry.from_dict(config.receiver.geometry)
+
+    @property
+    def identity(self) -> str:
+        """Hash of config and weights: names this map in records and cache salts."""
+        return sha256_text(sorted_json(self.config.model_dump()))
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds a token."""
+        return sum(target.multiply_adds for target in self.targets.values())
+
+    def apply(self, cache: CanonicalCache, *, positions: Tensor) -> CanonicalCache:
+        """Map a whole cache.
+
+        Args:
+            cache: what the source holds, ``[T, H, D]`` a layer, keys un-rotated.
+            positions: ``[T]`` int64, where the entries shall stand in the receiver.
+
+        Returns:
+            the receiver's canonical cache, marked lossy.
+        """
+        features = cache_features(cache)
+        layers = tuple(
+            self.layer(index, features) for index in range(self.receiver_geometry.depth)
+        )
+        return CanonicalCache(layers, positions, cache.token_ids, self.identity, lossy=True)
+
+    def layer(self, index: int, features: list[Tensor]) -> LayerKV:
+        """Map one receiver layer; others may still be unread.
+
+        Args:
+            index: receiver layer.
+            features: per source layer ``[T, F]``.
+        """
+        shape = self.receiver_geometry.layers[index]
+        keys = self.targets[f"{index}.K"].apply(features)
+        values = self.targets[f"{index}.V"].apply(features)
+        size = (-1, shape.num_kv_heads, shape.head_dim)
+        return LayerKV(keys.view(size), values.view(size))
+
+    def require_pair(
+        self, source_revision: str, receiver_revision: str, *, allow_other_revision: bool = False
+    ) -> None:
+        """Refuse models this map was not fitted for.
+
+        Raises:
+            WrongPair: swapped direction, or another revision (unless allowed).
+        """
+        want = (self.config.source.revision, self.config.receiver.revision)
+        got = (source_revision, receiver_revision)
+        names = f"{self.config.source.spec} -> {self.config.receiver.spec}"
+        if want == got:
+            return
+        if want == got[::-1]:
+            raise WrongPair(
+                expected=f"a map for this direction; this one goes {names}",
+                got="the two models the other way round",
+                next_step="swap source and receiver, or load the map of the other direction",
+            )
+        if not allow_other_revision:
+            side = "source" if want[0] != got[0] else "receiver"
+            index = 0 if side == "source" else 1
+            raise WrongPair(
+                expected=f"{side} revision {want[index][:16]} ({names})",
+                got=f"revision {got[index][:16]}",
+                next_step="use the models named in the map's card, or allow another revision "
+                "explicitly (--allow-other-revision) and judge the result anew",
+            )
+
+    def save_pretrained(self, folder: str | Path, *, stored: Stored | None = None) -> None:
+        """Write weights, config and card; each file whole or not at all.
+
+        Args:
+            folder: where; made if absent.
+            stored: dtype on disk; ``None`` keeps the config's.
+        """
+        folder = Path(folder)
+        kind = stored or self.config.stored
+        tensors: dict[str, Tensor] = {}
+        for name, target in self.targets.items():
+            tensors.update(_pack(name, target, kind))
+        path = folder / WEIGHTS_NAME
+        with atomic_path(path) as temporary:
+            save_file(tensors, temporary, {"format": FORMAT})
+        self.config = self.config.model_copy(
+            update={"stored": kind, "weights_sha256": sha256_file(path)}
+        )
+        write_json(folder / CONFIG_NAME, self.config.model_dump())
+        from kvferry.maps.card import card_text
+
+        write_text(folder / CARD_NAME, card_text(self.config, path.stat().st_size))
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, *, revision: str | None = None) -> CacheMap:
+        """Read a map from a folder or a hub repository, checking its hash.
+
+        Raises:
+            CorruptFile: not a map, damaged or truncated.
+            HashMismatch: the weights are not those of the config.
+            Unreachable: no such folder, and the hub can't be asked.
+        """
+        folder = _local_folder(str(source), revision)
+        config = _read_config(folder / CONFIG_NAME)
+        path = folder / WEIGHTS_NAME
+        if not path.is_file():
+            raise CorruptFile(
+                expected=f"{WEIGHTS_NAME} beside {CONFIG_NAME} in {folder}",
+                got="no such file",
+                next_step="restore the file or fit the map again",
+            )
+        if (found := sha256_file(path)) != config.weights_sha256:
+            raise HashMismatch(
+                expected=f"sha256 {config.weights_sha256} of {path}",
+                got=found,
+                next_step="restore the file or fit the map again; nothing was deleted",
+            )
+        try:
+            with safe_open(path, framework="pt") as stream:
+                tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+            targets = {
+                name: _unpack(name, tuple(layers), tensors, config.stored)
+                for name, layers in config.layers.items()
+            }
+            cache_map = cls(config, targets)
+            _check_shapes(cache_map)
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise CorruptFile(
+                expected=f"map weights in {path}",
+                got=f"{type(error).__name__}: {error}",
+                next_step="restore the file or fit the map again",
+            ) from error
+        return cache_map
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, folder: Path) -> str:
+        """Save to ``folder`` and upload it to a model repository of the hub.
+
+        Returns:
+            the address of the commit.
+
+        Raises:
+            Unreachable: no network or no right to write there.
+        """
+        from huggingface_hub import HfApi
+
+        self.save_pretrained(folder)
+        api = HfApi()
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            info = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                allow_patterns=[WEIGHTS_NAME, CONFIG_NAME, CARD_NAME],
+                commit_message="Upload a kvferry cache map",
+            )
+        except Exception as error:  # the hub client raises many kinds
+            raise Unreachable(
+                expected=f"to write to {repo_id}",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
+                next_step="check the network and log in with `hf auth login`",
+            ) from error
+        return str(info.commit_url)
+
+
+def _pack(name: str, target: LinearTarget, kind: Stored) -> dict[str, Tensor]:
+    named = {f"{name}.bias": target.bias.detach().float().contiguous()}
+    weight = target.weight.detach().float()
+    if kind == "int8":
+        # Rows are scaled to equal influence first, so that one scale an output serves them all.
+        rows = weight.abs().mean(1).clamp_min(1e-12)
+        even = weight / rows[:, None]
+        columns = even.abs().amax(0).clamp_min(1e-12) / 127.0
+        named[f"{name}.weight"] = (even / columns).round().to(torch.int8).contiguous()
+        named[f"{name}.row_scale"] = rows.contiguous()
+        named[f"{name}.column_scale"] = columns.contiguous()
+    else:
+        named[f"{name}.weight"] = weight.to(getattr(torch, kind)).contiguous()
+    return named
+
+
+def _unpack(
+    name: str, layers: tuple[int, ...], tensors: dict[str, Tensor], kind: Stored
+) -> LinearTarget:
+    weight = tensors[f"{name}.weight"].float()
+    if kind == "int8":
+        weight = weight * tensors[f"{name}.row_scale"][:, None] * tensors[f"{name}.column_scale"]
+    return LinearTarget(layers, weight, tensors[f"{name}.bias"])
+
+
+def _check_shapes(cache_map: CacheMap) -> None:
+    config = cache_map.config
+    source = Geometry.from_dict(config.source.geometry)
+    for index, layer in enumerate(cache_map.receiver_geometry.layers):
+        for kind in ("K", "V"):
+            target = cache_map.targets[f"{index}.{kind}"]
+            rows = sum(2 * source.layers[i].width for i in target.layers)
+            if tuple(target.weight.shape) != (rows, layer.width):
+                raise ValueError(
+                    f"weight of {index}.{kind} is {tuple(target.weight.shape)}, "
+                    f"not {(rows, layer.width)}"
+                )
+
+
+def _read_config(path: Path) -> MapConfig:
+    value = read_json(path)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise CorruptFile(
+            expected=f"a map of format {FORMAT} in {path}",
+            got=str(value.get("format") if isinstance(value, dict) else type(value).__name__),
+            next_step="use the version of kvferry that wrote it, or fit the map again",
+        )
+    try:
+        return MapConfig.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CorruptFile(
+            expected=f"a complete {CONFIG_NAME} with no unknown key",
+            got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            next_step="restore the file or fit the map again",
+        ) from error
+
+
+def _local_folder(source: str, revision: str | None) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists() or source.count("/") != 1 or source.startswith((".", "/")):
+        raise BadInput(
+            expected="a map's folder, or a hub repository OWNER/NAME",
+            got=source,
+            next_step="check the path; `kvferry fit` writes such a folder",
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                source, revision=revision, allow_patterns=[WEIGHTS_NAME, CONFIG_NAME, CARD_NAME]
+            )
+        )
+    except Exception as error:  # the hub client raises many kinds
+        raise Unreachable(
+            expected=f"a folder {source}, or that repository on the hub",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}",
+            next_step="check the name and the network",
+        ) from error
+
+

@@ -1,0 +1,353 @@
+"""A name, folder, GGUF file or hub id becomes a model, its tokenizer and its revision.
+
+Owns the rules for dtype and device and for what counts as a model here: a causal language model,
+from safetensors, without code of its own (``trust_remote_code`` is never on). Weights come frozen
+and in eval mode. One call: ``load_model("qwen2.5-coder-0.5b")``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvferry.errors import BadInput, CorruptFile, KvferryError, Unreachable, UnsupportedGeometry
+from kvferry.models.catalog import cache_home, catalog, unknown_name
+from kvferry.models.revision import remembered_sha256, revision
+from kvferry.terminal import say
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What loading needs; never *.bin or *.pt (pickles) and never *.py (code).
+HUB_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FOREIGN_PARTS = ("vision_config", "audio_config", "text_config", "thinker_config")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model on disk.
+
+    Attributes:
+        path: folder with config, tokenizer and safetensors.
+        spec: what the user asked for.
+        revision: 64 hex digits over the files that decide answers.
+    """
+
+    path: Path
+    spec: str
+    revision: str
+
+
+@dataclass
+class LoadedModel:
+    """A frozen model in eval mode with its tokenizer and the folder it came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    folder: ModelFolder
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def revision(self) -> str:
+        """64 hex digits over the files that decide answers."""
+        return self.folder.revision
+
+    @property
+    def spec(self) -> str:
+        """What the user asked for."""
+        return self.folder.spec
+
+
+def locate(spec: str, *, pull: bool = True) -> ModelFolder:
+    """Find a model, downloading and converting it where needed.
+
+    A catalog name wins over a folder of the same name; write ``./name`` for the folder.
+
+    Args:
+        spec: catalog name, local folder, ``*.gguf`` file or hub id.
+        pull: whether anything may be downloaded.
+
+    Raises:
+        BadInput: none of these, or absent while ``pull`` is off.
+        CorruptFile: a folder without config or weights, or a damaged file.
+        Unreachable: nothing could be downloaded.
+    """
+    if spec in catalog():
+        row = catalog()[spec]
+        if row.state != "ready":
+            if not pull:
+                raise BadInput(
+                    expected=f"{spec} on disk in {row.folder}",
+                    got=f"state {row.state}",
+                    next_step=f"run `kvferry models pull {spec}`",
+                )
+            from kvferry.models.download import pull as pull_model
+
+            pull_model(row)
+        return ModelFolder(row.folder, spec, revision(row.folder))
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return ModelFolder(path, spec, revision(path))
+    if path.suffix == ".gguf":
+        folder = _converted(path)
+        return ModelFolder(folder, spec, revision(folder))
+    if _HUB_ID.fullmatch(spec):
+        folder = _snapshot(spec, pull=pull)
+        return ModelFolder(folder, spec, revision(folder))
+    raise unknown_name(spec)
+
+
+def load_config(folder: ModelFolder | Path | str) -> PretrainedConfig:
+    """The config alone, without weights.
+
+    Raises:
+        CorruptFile: no ``config.json``, or one that does not parse.
+        UnsupportedGeometry: a class that transformers does not know by itself.
+    """
+    from transformers import AutoConfig
+
+    path = folder_path(folder)
+    if not (path / "config.json").is_file():
+        raise CorruptFile(
+            expected=f"a model folder with config.json in {path}",
+            got="no config.json" if path.is_dir() else "no such folder",
+            next_step="give the folder that save_pretrained wrote",
+        )
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    except (OSError, TypeError) as error:
+        raise _unreadable(path / "config.json", error) from error
+    except ValueError as error:
+        raise UnsupportedGeometry(
+            expected="a model type that transformers knows without code from the folder",
+            got=f"{path / 'config.json'}: {str(error)[:200]}",
+            next_step="upgrade transformers, or use another model",
+        ) from error
+
+
+def load_tokenizer(spec: ModelFolder | Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or of anything that ``locate`` takes.
+
+    Raises:
+        CorruptFile: no tokenizer in the folder, or a damaged one.
+    """
+    from transformers import AutoTokenizer
+
+    path = folder_path(spec)
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=True
+        )
+    except KvferryError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception on damaged files
+        raise _unreadable(path / "tokenizer.json", error) from error
+
+
+def load_model(
+    spec: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    attn_implementation: str = "sdpa",
+) -> LoadedModel:
+    """Load a model, frozen and in eval mode.
+
+    Args:
+        spec: catalog name, local folder, ``*.gguf`` file or hub id.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on the CPU, where bf16
+            is several times slower, and bfloat16 elsewhere.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        attn_implementation: as transformers names it.
+
+    Raises:
+        BadInput: unknown name, dtype or device.
+        CorruptFile: truncated or missing weights.
+        UnsupportedGeometry: not a plain causal language model.
+    """
+    place = _device(device)
+    kind = _dtype(dtype, place)
+    folder = locate(spec)
+    config = load_config(folder)
+    _require_causal(config, spec)
+    tokenizer = load_tokenizer(folder)
+    model = _read_weights(folder.path, kind, attn_implementation).to(place)
+    model.eval()
+    model.requires_grad_(False)
+    return LoadedModel(model, tokenizer, folder, kind, place)
+
+
+def folder_path(spec: ModelFolder | Path | str) -> Path:
+    """The folder on disk of whatever names a model."""
+    if isinstance(spec, ModelFolder):
+        return spec.path
+    if isinstance(spec, Path):
+        return spec
+    return locate(spec).path
+
+
+def _read_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet_loading():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, ImportError) as error:
+        raise UnsupportedGeometry(
+            expected=f"a model that loads with attn_implementation={attn_implementation!r}",
+            got=f"{path}: {str(error)[:200]}",
+            next_step="choose another attention, or another model",
+        ) from error
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise CorruptFile(
+            expected=f"every weight of a {type(model).__name__} in {path}",
+            got=f"{len(names)} missing, such as {names[0]}",
+            next_step="copy or download the folder again; some shards may be absent",
+        )
+    return model
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bar for seconds of reading; put back as it was."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _require_causal(config: PretrainedConfig, spec: str) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    foreign = [name for name in _FOREIGN_PARTS if getattr(config, name, None) is not None]
+    got = None
+    if foreign:
+        got = f"{config.model_type} with {', '.join(foreign)}: more than text"
+    elif getattr(config, "is_encoder_decoder", False):
+        got = f"{config.model_type}, an encoder-decoder"
+    elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        got = f"{config.model_type}, which has no causal language model class"
+    if got is not None:
+        raise UnsupportedGeometry(
+            expected=f"a text-only causal language model for {spec!r}",
+            got=got,
+            next_step="use the text-only checkpoint of the family",
+        )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise BadInput(
+            expected=f"a dtype: auto, {', '.join(DTYPES)}",
+            got=repr(name),
+            next_step="leave it out for float32 on the CPU and bfloat16 elsewhere",
+        )
+    return DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadInput(
+            expected="a device: cpu, cuda or cuda:N", got=repr(name), next_step="correct the name"
+        ) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadInput(
+            expected=f"the device {name}",
+            got=f"{torch.cuda.device_count()} CUDA devices on this machine",
+            next_step="use --device cpu, or a torch build with CUDA",
+        )
+    return device
+
+
+def _converted(gguf: Path) -> Path:
+    """The folder made from a user's own GGUF file, by content, so that a moved file is known."""
+    from kvferry.models.convert import check_gguf, convert_gguf
+    from kvferry.models.download import lock
+
+    if not gguf.is_file():
+        raise BadInput(expected=f"a file {gguf}", got="no such file", next_step="check the path")
+    check_gguf(gguf)
+    name = f"gguf-{remembered_sha256(gguf)[:24]}"
+    folder = cache_home() / "models" / name
+    with lock(name):
+        if not (folder / "kvferry.json").is_file():
+            say(f"converting {gguf} once to {folder}")
+            convert_gguf(gguf, folder, source=gguf.name)
+    return folder
+
+
+def _snapshot(repo: str, *, pull: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(repo, allow_patterns=list(HUB_PATTERNS), local_files_only=not pull)
+        )
+    except LocalEntryNotFoundError as error:
+        raise Unreachable(
+            expected=f"the hub, for {repo}",
+            got="no connection (or HF_HUB_OFFLINE) and no copy in the hub's cache",
+            next_step="connect, give a local folder, or use a name from `kvferry models list`",
+        ) from error
+    except HfHubHTTPError as error:
+        raise BadInput(
+            expected=f"a public model {repo} on the hub",
+            got=str(error).strip().splitlines()[0],
+            next_step="check the id; for a gated model accept its terms and log in to the hub",
+        ) from error
+    except OSError as error:
+        raise Unreachable(
+            expected=f"the hub, for {repo}",
+            got=f"{type(error).__name__}: {str(error)[:160]}",
+            next_step="check the network, or give a local folder",
+        ) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> CorruptFile:
+    return CorruptFile(
+        expected=f"readable model files in {path}",
+        got=f"{type(error).__name__}: {str(error).strip()[:200]}",
+        next_step="the file may be truncated: copy or download the folder again",
+    )

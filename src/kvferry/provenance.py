@@ -1,0 +1,162 @@
+"""Where a figure comes from: hashes, versions, commit and dirty flag, and atomic files.
+
+Owns every write that must not be left half done. Refuses nothing; raises ``OutOfSpace`` when the
+disk fills. One call: ``write_json(path, value)``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import CorruptFile, OutOfSpace
+
+_CHUNK_BYTES = 1 << 22
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's bytes, as 64 hex digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_CHUNK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """sha256 of a text's UTF-8 bytes, as 64 hex digits."""
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def sorted_json(value: Any) -> str:
+    """JSON with sorted keys and a final newline: the same value gives the same bytes."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path``, renamed onto it when the block ends well.
+
+    Raises:
+        OutOfSpace: the disk is full; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(path) from error
+        raise
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if "No space left" in str(error):  # safetensors wraps the system error in its own
+            raise disk_full(path) from error
+        raise
+
+
+def disk_full(path: Path) -> OutOfSpace:
+    """The error for a full disk at ``path``."""
+    free = shutil.disk_usage(path.parent).free
+    return OutOfSpace(
+        expected=f"room to write {path}",
+        got=f"a full disk ({free / 1e9:.2f} GB free); nothing was left half-written",
+        next_step="free some space and run the same command again",
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write sorted JSON atomically."""
+    write_text(path, sorted_json(value))
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON.
+
+    Raises:
+        CorruptFile: the file is missing, not UTF-8 or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CorruptFile(
+            expected=f"a file {path}",
+            got="no such file",
+            next_step="check the path; an interrupted run may not have written it yet",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CorruptFile(
+            expected=f"JSON in {path}",
+            got=f"{type(error).__name__}: {error}",
+            next_step="restore the file or make it again",
+        ) from error
+
+
+def code_version() -> dict[str, Any]:
+    """Package version, commit and dirty flag of the code that runs, ``None`` outside git."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(here), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    tracked = git("ls-files", "--error-unmatch", str(here / "errors.py")) is not None
+    status = git("status", "--porcelain", "--untracked-files=no") if tracked else None
+    return {
+        "kvferry": metadata.version("kvferry"),
+        "commit": git("rev-parse", "HEAD") if tracked else None,
+        "dirty": None if status is None else bool(status),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and library versions, for a record's header."""
+    import psutil
+
+    versions = {}
+    for name in ("torch", "transformers", "safetensors", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "processor": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "versions": versions,
+    }

@@ -1,0 +1,1 @@
+"""Records in, a page out."""

@@ -1,0 +1,455 @@
+"""The arms and controls: who reads, who answers, and what is handed over.
+
+Owns the order of a receiver's cache: anchors (the constant prompt prefix, the receiver's own
+KV, computed once), mapped body, tail (the question, and the context's last tokens if asked).
+Refuses pairs a map was not fitted for and prompts beyond a model's limit. One call:
+``Handoff.from_pretrained("maps/NAME")(context, question, arm="transfer")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvferry.errors import BadInput, ContextTooLong
+from kvferry.maps.cache_map import CacheMap
+from kvferry.models.alignment import require_ids_in_range, require_same_tokens
+from kvferry.models.cache import (
+    CanonicalCache,
+    check_against,
+    forward,
+    from_transformers,
+    require_finite,
+    to_transformers,
+)
+from kvferry.models.geometry import Geometry, require_supported
+from kvferry.models.load import LoadedModel, load_model
+from kvferry.provenance import sha256_text
+from kvferry.running import decode
+from kvferry.running.decode import Sampling
+from kvferry.running.prompt import MIN_PREFIX_TOKENS, BoundLayout, PromptLayout
+from kvferry.running.timing import Spans, peak_memory_bytes
+
+Arm = Literal[
+    "source_native", "transfer", "receiver_native", "no_context", "wrong_document"
+]
+ARMS: tuple[Arm, ...] = ("source_native", "transfer", "receiver_native")
+CONTROLS: tuple[Arm, ...] = ("no_context", "wrong_document")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A context that has been read and can be asked about, any number of times.
+
+    Attributes:
+        arm: how it came about.
+        loaded: the model that answers.
+        cache: that model's cache, anchors and body, layers of ``[1, H, T, D]``.
+        rest: context tokens left for the answering model to read with the question, ``[n]``.
+        spans: what it took so far.
+        identity: names it: token ids, source revision, map.
+        lossy: mapped; never an answer to an exact-prefix lookup.
+    """
+
+    arm: Arm
+    loaded: LoadedModel
+    cache: DynamicCache
+    rest: Tensor
+    spans: Spans
+    identity: str
+    lossy: bool
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return int(self.cache.get_seq_length())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an arm answered.
+
+    Attributes:
+        text: without special tokens.
+        token_ids: as generated.
+        arm: the arm.
+        timings: milliseconds by part.
+        ttft_ms: time to first token, from the start of reading.
+        decode_tokens_per_s: after the first token; ``None`` with fewer than two tokens.
+        peak_memory_bytes: of this process (CPU) or device.
+        prompt_tokens: context and question, prefix included.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    arm: Arm
+    timings: dict[str, float]
+    ttft_ms: float
+    decode_tokens_per_s: float | None
+    peak_memory_bytes: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class OptionScores:
+    """Log-likelihoods of options.
+
+    Attributes:
+        total: summed over an option's tokens.
+        per_token: mean over them.
+        best: index with the highest mean.
+    """
+
+    total: tuple[float, ...]
+    per_token: tuple[float, ...]
+    best: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "best", max(range(len(self.per_token)),
+                                             key=lambda i: self.per_token[i]))
+
+
+class Handoff:
+    """A source, a receiver and the map between them."""
+
+    def __init__(
+        self,
+        source: LoadedModel,
+        receiver: LoadedModel,
+        cache_map: CacheMap,
+        *,
+        layout: PromptLayout | None = None,
+        anchors: bool = True,
+        tail_tokens: int = 0,
+        allow_other_revision: bool = False,
+    ) -> None:
+        """Check that the three belong together.
+
+        Args:
+            layout: ``None`` takes the map's.
+            anchors: ``False`` maps the prefix as well; for comparison, it does harm.
+            tail_tokens: last context tokens that the receiver reads itself.
+            allow_other_revision: use the map on models it was not fitted for.
+
+        Raises:
+            WrongPair, TokenizerMismatch, UnsupportedGeometry, BadInput: see ``errors.py``.
+        """
+        self.source, self.receiver, self.map = source, receiver, cache_map
+        self.anchors, self.tail_tokens = anchors, tail_tokens
+        if tail_tokens < 0:
+            raise BadInput(
+                expected="a tail of zero or more context tokens",
+                got=str(tail_tokens),
+                next_step="choose e.g. 0 or 16",
+            )
+        self.geometries = {
+            id(loaded): Geometry.from_config(loaded.model.config) for loaded in (source, receiver)
+        }
+        for loaded in (source, receiver):
+            require_supported(self.geometries[id(loaded)], loaded.spec)
+        require_same_tokens(source.tokenizer, receiver.tokenizer)
+        cache_map.require_pair(
+            source.revision, receiver.revision, allow_other_revision=allow_other_revision
+        )
+        stored = PromptLayout(**cache_map.config.layout)
+        self.layout: BoundLayout = (layout or stored).bind(receiver.tokenizer)
+        fitted_prefix = stored.bind(receiver.tokenizer).prefix_ids
+        if layout is not None and self.layout.prefix_ids != fitted_prefix:
+            self.layout.require_same(cache_map.config.layout_identity, "the map")
+        if len(self.layout.prefix_ids) < MIN_PREFIX_TOKENS:
+            raise BadInput(
+                expected=f"at least {MIN_PREFIX_TOKENS} anchors",
+                got=str(len(self.layout.prefix_ids)),
+                next_step="give the layout a longer instruction",
+            )
+        self._prefix_caches: dict[int, DynamicCache] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        map_source: str | Path,
+        *,
+        source: str | None = None,
+        receiver: str | None = None,
+        device: str = "cpu",
+        **options: Any,
+    ) -> Handoff:
+        """Load a map and both its models, checking hashes.
+
+        Args:
+            map_source: folder or hub repository of the map.
+            source: where the source lies, if not by the name in the map.
+            receiver: where the receiver lies, likewise.
+            options: as for ``Handoff``.
+        """
+        cache_map = CacheMap.from_pretrained(map_source)
+        return cls(
+            load_model(source or cache_map.config.source.spec, device=device),
+            load_model(receiver or cache_map.config.receiver.spec, device=device),
+            cache_map,
+            **options,
+        )
+
+    def __call__(
+        self,
+        context: str,
+        question: str,
+        *,
+        arm: Arm = "transfer",
+        sampling: Sampling | None = None,
+        other_context: str | None = None,
+        cue: str | None = None,
+    ) -> Answer:
+        """Read a context and answer a question about it."""
+        self.layout.tail(question)  # an empty question is refused before the long reading
+        held = self.hand_over(context, arm=arm, other_context=other_context)
+        return self.answer(held, [question], sampling=sampling, cue=cue)[0]
+
+    def hand_over(
+        self, context: str, *, arm: Arm = "transfer", other_context: str | None = None
+    ) -> Held:
+        """Let the arm's model read a context and put it before the one that answers.
+
+        Args:
+            context: the text.
+            other_context: what the ``wrong_document`` control reads in its place.
+
+        Raises:
+            BadInput: an empty context, an unknown arm, no other document for that control.
+            ContextTooLong: beyond a model's limit; both numbers are given.
+        """
+        if arm == "wrong_document":
+            if other_context is None:
+                raise BadInput(
+                    expected="another document for the wrong_document control",
+                    got="none",
+                    next_step="give other_context (on the command line --other-context FILE)",
+                )
+            context = other_context
+        if arm not in ARMS + CONTROLS:
+            raise BadInput(
+                expected=f"an arm among {', '.join(ARMS + CONTROLS)}",
+                got=repr(arm),
+                next_step="choose one of them",
+            )
+        body = torch.empty(0, dtype=torch.int64) if arm == "no_context" else (
+            self.layout.context(context)
+        )
+        return self.hand_over_ids(body, arm=arm)
+
+    def hand_over_ids(self, body: Tensor, *, arm: Arm) -> Held:
+        """The same from the context's token ids, ``[T]`` int64."""
+        answering = self.source if arm == "source_native" else self.receiver
+        reading = self.source if arm in ("source_native", "transfer", "wrong_document") else (
+            self.receiver
+        )
+        self._require_room(reading, int(body.numel()), 1)
+        self._require_room(answering, int(body.numel()), 1)
+        if arm in ("transfer", "wrong_document"):
+            return self._transfer(body, arm)
+        spans = Spans(answering.device)
+        prefix = self.prefix_cache(answering)
+        cache = prefix
+        if body.numel():
+            with spans.measure("prefill"), torch.no_grad():
+                cache = self._read(answering, body)
+        empty = torch.empty(0, dtype=torch.int64)
+        return Held(arm, answering, cache, empty, spans, self._identity(body, answering), False)
+
+    def prefix_cache(self, loaded: LoadedModel) -> DynamicCache:
+        """The constant prefix as a model reads it itself: the anchors; computed once."""
+        if id(loaded) not in self._prefix_caches:
+            ids = self.layout.prefix().to(loaded.device)
+            require_ids_in_range(ids, self.geometries[id(loaded)].vocab_size, loaded.spec)
+            with torch.no_grad():
+                positions = torch.arange(ids.numel(), device=loaded.device)
+                _, cache = forward(loaded.model, ids[None], positions[None])
+            self._prefix_caches[id(loaded)] = cache
+        return self._prefix_caches[id(loaded)]
+
+    def map_cache(self, cache: CanonicalCache) -> CanonicalCache:
+        """Map a source's canonical cache to the receiver's, at the same positions.
+
+        Differentiable in the map. Token ids are one to one here, so positions carry over.
+        """
+        moved = cache.to(torch.float32)
+        return self.map.apply(moved, positions=cache.positions)
+
+    def inject(self, mapped: CanonicalCache) -> DynamicCache:
+        """Anchors and mapped body as the receiver's own cache. Differentiable."""
+        check_against(mapped, self.map.receiver_geometry, self.receiver.spec)
+        moved = mapped.to(self.receiver.dtype)
+        before = self.prefix_cache(self.receiver) if self.anchors else None
+        return to_transformers(self.receiver.model, moved, before=before)
+
+    def answer(
+        self,
+        held: Held,
+        questions: Sequence[str],
+        *,
+        sampling: Sampling | None = None,
+        cue: str | None = None,
+    ) -> list[Answer]:
+        """Answer several questions on one held context, as one batch.
+
+        Timings of a batch are those of the whole batch.
+        """
+        sampling = sampling or Sampling()
+        if not questions:
+            raise BadInput(
+                expected="at least one question", got="none", next_step="give a question"
+            )
+        tails = [torch.cat((held.rest, self.layout.tail(q, cue=cue))) for q in questions]
+        longest = max(int(t.numel()) for t in tails)
+        self._require_room(
+            held.loaded,
+            held.length - len(self.layout.prefix_ids),
+            longest + sampling.max_new_tokens,
+        )
+        spans = held.spans.copy()
+        ids = decode.generate(held.loaded, held.cache, tails, sampling, spans)
+        return [
+            self._answer(held, tail, tokens, spans, len(questions))
+            for tail, tokens in zip(tails, ids, strict=True)
+        ]
+
+    def stream(
+        self, held: Held, question: str, *, sampling: Sampling | None = None
+    ) -> Iterator[str]:
+        """Answer one question piece by piece."""
+        sampling = sampling or Sampling()
+        tail = torch.cat((held.rest, self.layout.tail(question)))
+        self._require_room(
+            held.loaded,
+            held.length - len(self.layout.prefix_ids),
+            int(tail.numel()) + sampling.max_new_tokens,
+        )
+        return decode.stream(held.loaded, held.cache, tail, sampling, held.spans.copy())
+
+    def score_options(
+        self, held: Held, question: str, options: Sequence[str], *, cue: str | None = None
+    ) -> OptionScores:
+        """Log-likelihood of each option as the answer.
+
+        Raises:
+            BadInput: fewer than two options, or an empty one.
+        """
+        if len(options) < 2 or not all(option.strip() for option in options):
+            raise BadInput(
+                expected="two or more options with text",
+                got=str(list(options)),
+                next_step="give the answers to choose from",
+            )
+        tail = torch.cat((held.rest, self.layout.tail(question, cue=cue)))
+        ids = [self.layout.continuation(option) for option in options]
+        scores = decode.score(held.loaded, held.cache, tail, ids)
+        return OptionScores(
+            tuple(float(s.sum()) for s in scores), tuple(float(s.mean()) for s in scores)
+        )
+
+    def _transfer(self, body: Tensor, arm: Arm) -> Held:
+        spans = Spans(self.receiver.device)
+        keep = max(int(body.numel()) - self.tail_tokens, 0)
+        rest = body[keep:]
+        if not keep:
+            cache = self.prefix_cache(self.receiver)
+            return Held(arm, self.receiver, cache, rest, spans,
+                        self._identity(body, self.receiver), False)
+        self.prefix_cache(self.receiver)
+        with spans.measure("source_prefill"), torch.no_grad():
+            read = self._read(self.source, body[:keep])
+        with spans.measure("map"):
+            mapped = self.map_cache(self.canonical(read, body[:keep]))
+        with spans.measure("inject"):
+            mapped = self._to_receiver(mapped)
+            require_finite(mapped, "the mapped cache")
+            cache = self.inject(mapped)
+        return Held(arm, self.receiver, cache, rest, spans,
+                    self._identity(body, self.source, self.map.identity), True)
+
+    def canonical(self, cache: DynamicCache, body: Tensor) -> CanonicalCache:
+        """What the map takes of a source's cache: the body, and the prefix without anchors."""
+        start = len(self.layout.prefix_ids) if self.anchors else 0
+        ids = torch.cat((self.layout.prefix(), body)).to(self.source.device)
+        positions = torch.arange(ids.numel(), device=self.source.device)
+        whole = from_transformers(
+            self.source.model, _rows_from(self.source.model, cache, start), positions[start:],
+            ids[start:], self.source.revision,
+        )
+        return whole
+
+    def _read(self, loaded: LoadedModel, body: Tensor) -> DynamicCache:
+        require_ids_in_range(body, self.geometries[id(loaded)].vocab_size, loaded.spec)
+        from kvferry.models.cache import fork
+
+        start = len(self.layout.prefix_ids)
+        ids = body.to(loaded.device)
+        positions = torch.arange(start, start + ids.numel(), device=loaded.device)
+        _, cache = forward(
+            loaded.model,
+            ids[None],
+            positions[None],
+            cache=fork(loaded.model, self.prefix_cache(loaded)),
+        )
+        return cache
+
+    def _to_receiver(self, cache: CanonicalCache) -> CanonicalCache:
+        if self.source.device == self.receiver.device:
+            return cache
+        from kvferry.models.cache import LayerKV
+
+        device = self.receiver.device
+        layers = tuple(
+            LayerKV(x.keys.to(device), x.values.to(device), x.kind) for x in cache.layers
+        )
+        return CanonicalCache(
+            layers, cache.positions.to(device), cache.token_ids.to(device), cache.revision, True
+        )
+
+    def _require_room(self, loaded: LoadedModel, body_tokens: int, more_tokens: int) -> None:
+        limit = self.geometries[id(loaded)].max_positions
+        need = len(self.layout.prefix_ids) + body_tokens + more_tokens
+        if limit and need > limit:
+            raise ContextTooLong(
+                expected=f"at most {limit} tokens in all, the limit of {loaded.spec}",
+                got=f"{need} (prefix {len(self.layout.prefix_ids)}, context {body_tokens}, "
+                f"question and answer {more_tokens})",
+                next_step="shorten the context; nothing is cut off silently",
+            )
+
+    def _identity(self, body: Tensor, reader: LoadedModel, map_identity: str = "") -> str:
+        ids = ",".join(map(str, (*self.layout.prefix_ids, *body.tolist())))
+        return sha256_text("\x00".join((ids, reader.revision, map_identity)))
+
+    def _answer(
+        self, held: Held, tail: Tensor, tokens: Tensor, spans: Spans, batch: int
+    ) -> Answer:
+        decode_ms = spans.ms.get("decode", 0.0)
+        steps = int(tokens.numel()) - 1
+        return Answer(
+            text=str(held.loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip(),
+            token_ids=tuple(tokens.tolist()),
+            arm=held.arm,
+            timings=dict(spans.ms),
+            ttft_ms=spans.ttft_ms,
+            decode_tokens_per_s=(
+                1000.0 * steps / decode_ms if steps > 0 and decode_ms > 0 and batch == 1 else None
+            ),
+            peak_memory_bytes=peak_memory_bytes(held.loaded.device),
+            prompt_tokens=held.length + int(tail.numel()),
+        )
+
+
+def _rows_from(model: Any, cache: DynamicCache, start: int) -> DynamicCache:
+    """The cache's entries from a position on; no memory is copied."""
+    from kvferry.models.cache import _filled
+
+    return _filled(
+        model, [(x.keys[:, :, start:], x.values[:, :, start:]) for x in cache.layers]
+    )

@@ -1,0 +1,1 @@
+"""The command line's verbs, one file each; every file has ``register(app)``."""
