@@ -141,7 +141,7 @@ class CanonicalCache:
 
 
 @lru_cache(maxsize=64)
-def _cache_argument(model_class: type) -> str:
+def cache_argument(model_class: type) -> str:
     """transformers renamed ``past_key_values`` to ``cache`` in 5.20; this is the one shim."""
     parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     return "cache" if "cache" in parameters else "past_key_values"
@@ -176,7 +176,7 @@ def forward(
         "input_ids": token_ids,
         "position_ids": positions,
         "use_cache": True,
-        _cache_argument(type(body)): cache,
+        cache_argument(type(body)): cache,
     }
     if attention_mask is not None:
         arguments["attention_mask"] = attention_mask
@@ -289,6 +289,11 @@ def fork(model: Any, cache: DynamicCache, *, batch: int = 1) -> DynamicCache:
             for x in cache.layers
         ],
     )
+
+
+def rows_from(model: Any, cache: DynamicCache, start: int) -> DynamicCache:
+    """The cache's entries from a position on; no memory is copied."""
+    return _filled(model, [(x.keys[:, :, start:], x.values[:, :, start:]) for x in cache.layers])
 
 
 def _filled(model: Any, pairs: list[tuple[Tensor, Tensor]]) -> DynamicCache:

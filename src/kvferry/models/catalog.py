@@ -143,7 +143,7 @@ def unknown_name(name: str) -> BadInput:
     close = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return BadInput(
-        expected=f"one of {', '.join(known)}, a model folder, a *.gguf file or a hub id (owner/name)",
+        expected=f"one of {', '.join(known)}; or a model folder, a *.gguf file, a hub id",
         got=repr(name),
         next_step=f"{hint}`kvferry models list` shows the names",
     )

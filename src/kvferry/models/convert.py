@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,16 +20,24 @@ from typing import Any
 
 from kvferry.errors import CorruptFile, KvferryError, OutOfSpace, UnsupportedGeometry
 from kvferry.models.revision import (
+    hash_of,
     hashed_files,
     remember_sha256,
     remembered_sha256,
-    revision_of,
 )
 from kvferry.provenance import disk_full, sha256_file, write_json
 from kvferry.terminal import progress
 
 # Whatever a damaged file makes the parsers trip over; none of it may reach the user as a traceback.
-_PARSE_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError, AssertionError)
+_PARSE_ERRORS = (
+    ValueError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    AssertionError,
+    struct.error,
+)
 # These say which program wrote the file, not what the model is: with them in, the same GGUF would
 # get another revision after every upgrade.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "_model_name_or_path")
@@ -69,7 +78,7 @@ def convert_gguf(gguf: Path, folder: Path, *, source: str) -> Path:
                     name: metadata.version(name)
                     for name in ("kvferry", "transformers", "gguf", "torch", "safetensors")
                 },
-                "revision": revision_of(hashes),
+                "content_sha256": hash_of(hashes),
             }
             write_json(making / "kvferry.json", note)
         if folder.exists():
@@ -128,8 +137,9 @@ def _empty_model(gguf: Path) -> tuple[Any, Any]:
 
     try:
         config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        builder: Any = AutoModelForCausalLM
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            skeleton = builder.from_config(config, trust_remote_code=False)
     except ValueError as error:
         if "not supported" not in str(error) and "Unrecognized" not in str(error):
             raise
@@ -159,7 +169,8 @@ def _read_tensors(gguf: Path, config: Any, skeleton: Any) -> dict[str, Any]:
 
     reader = GGUFReader(str(gguf))
     architecture = reader.fields["general.architecture"].contents()
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    table: Any = TENSOR_PROCESSORS
+    processor = table.get(architecture, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(skeleton, processor)
     gathered: dict[str, dict[str, Any]] = {"tensors": {}}
     total = sum(int(tensor.n_bytes) for tensor in reader.tensors)

@@ -134,7 +134,7 @@ def require_disk(row: Entry) -> None:
     free = shutil.disk_usage(cache_home()).free
     if free < need:
         raise OutOfSpace(
-            expected=f"{need / 1e9:.2f} GB free in {cache_home()} to download and convert {row.name}",
+            expected=f"{need / 1e9:.2f} GB free in {cache_home()} to make {row.name}",
             got=f"{free / 1e9:.2f} GB free",
             next_step="free some space, or set KVFERRY_HOME to a folder on another disk",
         )
@@ -154,16 +154,16 @@ def _require_cached(row: Entry) -> None:
 
 def _from_hub(row: Entry, session: requests.Session) -> None:
     """The GGUF file in one piece from the model hub."""
-    from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub import constants, get_token, hf_hub_url
 
     if constants.HF_HUB_OFFLINE:
         raise Unreachable(
             expected="the hub", got="HF_HUB_OFFLINE is set", next_step="unset it to use the hub"
         )
-    url = hf_hub_url(row.hub.repo, row.hub.filename, endpoint=constants.ENDPOINT)
+    url = hf_hub_url(row.hub.repo, row.hub.filename)
     path = row.downloads / row.hub.filename
     have = bytes_present(path)
+    token = get_token()
     with progress(f"hub {row.name}", total=row.gguf_bytes, unit="bytes", done=have) as advance:
         transfer(
             session,
@@ -173,7 +173,7 @@ def _from_hub(row: Entry, session: requests.Session) -> None:
             sha256=row.gguf_sha256,
             advance=advance,
             timeout_s=HUB_TIMEOUT_S,
-            headers=build_hf_headers(),
+            headers={"Authorization": f"Bearer {token}"} if token else None,
         )
     row.gguf_path.parent.mkdir(parents=True, exist_ok=True)
     path.replace(row.gguf_path)
@@ -223,7 +223,7 @@ def _join(row: Entry, paths: list[Path]) -> None:
         if joined.hexdigest() != row.gguf_sha256:
             raise HashMismatch(
                 expected=f"sha256 {row.gguf_sha256} for {row.gguf_path.name}",
-                got=f"sha256 {joined.hexdigest()} after joining {len(paths)} parts; the joined file "
+                got=f"sha256 {joined.hexdigest()} of {len(paths)} joined parts; the joined file "
                 "was removed, the verified parts are kept",
                 next_step="report it: the catalog's order or hash is wrong",
             )

@@ -1,4 +1,4 @@
-"""A name, folder, GGUF file or hub id becomes a model, its tokenizer and its revision.
+"""A model folder becomes a model and its tokenizer, ready to be read and never to be trained.
 
 Owns the rules for dtype and device and for what counts as a model here: a causal language model,
 from safetensors, without code of its own (``trust_remote_code`` is never on). Weights come frozen
@@ -7,7 +7,6 @@ and in eval mode. One call: ``load_model("qwen2.5-coder-0.5b")``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,45 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvferry.errors import BadInput, CorruptFile, KvferryError, Unreachable, UnsupportedGeometry
-from kvferry.models.catalog import cache_home, catalog, unknown_name
-from kvferry.models.revision import remembered_sha256, revision
-from kvferry.terminal import say
+from kvferry.errors import BadInput, CorruptFile, KvferryError, UnsupportedGeometry
+from kvferry.models.locate import ModelFolder as ModelFolder
+from kvferry.models.locate import folder_path
+from kvferry.models.locate import locate as locate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What loading needs; never *.bin or *.pt (pickles) and never *.py (code).
-HUB_PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-    "*.safetensors",
-    "*.safetensors.index.json",
-)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FOREIGN_PARTS = ("vision_config", "audio_config", "text_config", "thinker_config")
-
-
-@dataclass(frozen=True)
-class ModelFolder:
-    """A model on disk.
-
-    Attributes:
-        path: folder with config, tokenizer and safetensors.
-        spec: what the user asked for.
-        revision: 64 hex digits over the files that decide answers.
-    """
-
-    path: Path
-    spec: str
-    revision: str
 
 
 @dataclass
@@ -78,45 +48,6 @@ class LoadedModel:
         return self.folder.spec
 
 
-def locate(spec: str, *, pull: bool = True) -> ModelFolder:
-    """Find a model, downloading and converting it where needed.
-
-    A catalog name wins over a folder of the same name; write ``./name`` for the folder.
-
-    Args:
-        spec: catalog name, local folder, ``*.gguf`` file or hub id.
-        pull: whether anything may be downloaded.
-
-    Raises:
-        BadInput: none of these, or absent while ``pull`` is off.
-        CorruptFile: a folder without config or weights, or a damaged file.
-        Unreachable: nothing could be downloaded.
-    """
-    if spec in catalog():
-        row = catalog()[spec]
-        if row.state != "ready":
-            if not pull:
-                raise BadInput(
-                    expected=f"{spec} on disk in {row.folder}",
-                    got=f"state {row.state}",
-                    next_step=f"run `kvferry models pull {spec}`",
-                )
-            from kvferry.models.download import pull as pull_model
-
-            pull_model(row)
-        return ModelFolder(row.folder, spec, revision(row.folder))
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        return ModelFolder(path, spec, revision(path))
-    if path.suffix == ".gguf":
-        folder = _converted(path)
-        return ModelFolder(folder, spec, revision(folder))
-    if _HUB_ID.fullmatch(spec):
-        folder = _snapshot(spec, pull=pull)
-        return ModelFolder(folder, spec, revision(folder))
-    raise unknown_name(spec)
-
-
 def load_config(folder: ModelFolder | Path | str) -> PretrainedConfig:
     """The config alone, without weights.
 
@@ -134,7 +65,9 @@ def load_config(folder: ModelFolder | Path | str) -> PretrainedConfig:
             next_step="give the folder that save_pretrained wrote",
         )
     try:
-        return AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=True
+        )
     except (OSError, TypeError) as error:
         raise _unreadable(path / "config.json", error) from error
     except ValueError as error:
@@ -143,6 +76,7 @@ def load_config(folder: ModelFolder | Path | str) -> PretrainedConfig:
             got=f"{path / 'config.json'}: {str(error)[:200]}",
             next_step="upgrade transformers, or use another model",
         ) from error
+    return config
 
 
 def load_tokenizer(spec: ModelFolder | Path | str) -> PreTrainedTokenizerBase:
@@ -197,22 +131,14 @@ def load_model(
     return LoadedModel(model, tokenizer, folder, kind, place)
 
 
-def folder_path(spec: ModelFolder | Path | str) -> Path:
-    """The folder on disk of whatever names a model."""
-    if isinstance(spec, ModelFolder):
-        return spec.path
-    if isinstance(spec, Path):
-        return spec
-    return locate(spec).path
-
-
 def _read_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    loader: Any = AutoModelForCausalLM
     try:
         with _quiet_loading():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = loader.from_pretrained(
                 str(path),
                 dtype=dtype,
                 attn_implementation=attn_implementation,
@@ -242,8 +168,9 @@ def _read_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> A
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
     """No progress bar for seconds of reading; put back as it was."""
-    from transformers.utils import logging
+    from transformers.utils import logging as library_logging
 
+    logging: Any = library_logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -298,51 +225,6 @@ def _device(name: str) -> torch.device:
             next_step="use --device cpu, or a torch build with CUDA",
         )
     return device
-
-
-def _converted(gguf: Path) -> Path:
-    """The folder made from a user's own GGUF file, by content, so that a moved file is known."""
-    from kvferry.models.convert import check_gguf, convert_gguf
-    from kvferry.models.download import lock
-
-    if not gguf.is_file():
-        raise BadInput(expected=f"a file {gguf}", got="no such file", next_step="check the path")
-    check_gguf(gguf)
-    name = f"gguf-{remembered_sha256(gguf)[:24]}"
-    folder = cache_home() / "models" / name
-    with lock(name):
-        if not (folder / "kvferry.json").is_file():
-            say(f"converting {gguf} once to {folder}")
-            convert_gguf(gguf, folder, source=gguf.name)
-    return folder
-
-
-def _snapshot(repo: str, *, pull: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(repo, allow_patterns=list(HUB_PATTERNS), local_files_only=not pull)
-        )
-    except LocalEntryNotFoundError as error:
-        raise Unreachable(
-            expected=f"the hub, for {repo}",
-            got="no connection (or HF_HUB_OFFLINE) and no copy in the hub's cache",
-            next_step="connect, give a local folder, or use a name from `kvferry models list`",
-        ) from error
-    except HfHubHTTPError as error:
-        raise BadInput(
-            expected=f"a public model {repo} on the hub",
-            got=str(error).strip().splitlines()[0],
-            next_step="check the id; for a gated model accept its terms and log in to the hub",
-        ) from error
-    except OSError as error:
-        raise Unreachable(
-            expected=f"the hub, for {repo}",
-            got=f"{type(error).__name__}: {str(error)[:160]}",
-            next_step="check the network, or give a local folder",
-        ) from error
 
 
 def _unreadable(path: Path, error: BaseException) -> CorruptFile:

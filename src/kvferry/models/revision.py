@@ -44,16 +44,33 @@ def hashed_files(folder: Path) -> list[Path]:
 
 
 def revision(folder: Path) -> str:
-    """Content hash of a model folder, 64 hex digits.
+    """What names a model in maps and records, 64 hex digits.
+
+    The sha256 of the GGUF file a folder was converted from, as long as the folder is unchanged
+    since: the conversion's bytes may follow library versions, the GGUF's don't. Else the hash of
+    the folder's own content.
 
     Raises:
         CorruptFile: no ``config.json`` or no weights.
     """
-    return revision_of({path.name: remembered_sha256(path) for path in hashed_files(folder)})
+    content = content_hash(folder)
+    note = _json_object(folder / "kvferry.json")
+    if note is not None and note.get("content_sha256") == content:
+        return str(note["gguf_sha256"])
+    return content
 
 
-def revision_of(hashes: dict[str, str]) -> str:
-    """The revision of file names and their sha256."""
+def content_hash(folder: Path) -> str:
+    """Hash of the files that decide a folder's answers, 64 hex digits.
+
+    Raises:
+        CorruptFile: no ``config.json`` or no weights.
+    """
+    return hash_of({path.name: remembered_sha256(path) for path in hashed_files(folder)})
+
+
+def hash_of(hashes: dict[str, str]) -> str:
+    """One hash of file names and their sha256."""
     return sha256_text(json.dumps(sorted(hashes.items())))
 
 
@@ -84,10 +101,15 @@ def _note_of(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _read_note(note: Path) -> dict[str, Any] | None:
-    if not note.is_file():
+    known = _json_object(note)
+    return known if known is not None and isinstance(known.get("sha256"), str) else None
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or ``None`` where there is none to be read."""
+    if not path.is_file():
         return None
     with contextlib.suppress(KvferryError):
-        known = read_json(note)
-        if isinstance(known, dict) and isinstance(known.get("sha256"), str):
-            return known
+        value = read_json(path)
+        return value if isinstance(value, dict) else None
     return None

@@ -19,7 +19,7 @@ from kvferry.provenance import disk_full, sha256_file
 
 ATTEMPTS = 4
 PAUSE_S = 1.0
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 14  # a cut connection loses the batch that was being read
 _PARTIAL_CONTENT, _RANGE_REFUSED = 206, 416
 
 Advance = Callable[[float], None]

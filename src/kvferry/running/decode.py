@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from kvferry.errors import NotFinite
-from kvferry.models.cache import _cache_argument, fork, forward
+from kvferry.models.cache import cache_argument, fork, forward
 from kvferry.models.load import LoadedModel
 from kvferry.running.timing import Spans, now
 
@@ -61,7 +61,7 @@ class Sampling:
         }
 
 
-class _Clock(LogitsProcessor, StoppingCriteria):  # type: ignore[misc]
+class _Clock(LogitsProcessor):  # type: ignore[misc]
     """Notes when the first logits and each token came; stops when asked to."""
 
     def __init__(self, device: torch.device) -> None:
@@ -70,8 +70,8 @@ class _Clock(LogitsProcessor, StoppingCriteria):  # type: ignore[misc]
         self.tokens_at: list[float] = []
         self.cancelled = False
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        if isinstance(scores, Tensor) and self.logits_at is None:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.logits_at is None:
             if bool(torch.isnan(scores).any()):
                 raise NotFinite(
                     expected="finite logits",
@@ -130,7 +130,7 @@ def generate(
         output = loaded.model.generate(
             input_ids=ids.to(loaded.device),
             attention_mask=mask.to(loaded.device),
-            **{_cache_argument(body): fork(loaded.model, cache, batch=len(tails))},
+            **{cache_argument(body): fork(loaded.model, cache, batch=len(tails))},
             logits_processor=LogitsProcessorList([clock]),
             stopping_criteria=StoppingCriteriaList([_TokenClock(clock)]),
             pad_token_id=pad,

@@ -8,6 +8,7 @@ Refuses pairs a map was not fitted for and prompts beyond a model's limit. One c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +23,13 @@ from kvferry.maps.cache_map import CacheMap
 from kvferry.models.alignment import require_ids_in_range, require_same_tokens
 from kvferry.models.cache import (
     CanonicalCache,
+    LayerKV,
     check_against,
+    fork,
     forward,
     from_transformers,
     require_finite,
+    rows_from,
     to_transformers,
 )
 from kvferry.models.geometry import Geometry, require_supported
@@ -34,7 +38,8 @@ from kvferry.provenance import sha256_text
 from kvferry.running import decode
 from kvferry.running.decode import Sampling
 from kvferry.running.prompt import MIN_PREFIX_TOKENS, BoundLayout, PromptLayout
-from kvferry.running.timing import Spans, peak_memory_bytes
+from kvferry.running.readings import Reading, Readings
+from kvferry.running.timing import Spans, now, peak_memory_bytes
 
 Arm = Literal[
     "source_native", "transfer", "receiver_native", "no_context", "wrong_document"
@@ -128,6 +133,7 @@ class Handoff:
         anchors: bool = True,
         tail_tokens: int = 0,
         allow_other_revision: bool = False,
+        readings: Readings | None = None,
     ) -> None:
         """Check that the three belong together.
 
@@ -136,6 +142,8 @@ class Handoff:
             anchors: ``False`` maps the prefix as well; for comparison, it does harm.
             tail_tokens: last context tokens that the receiver reads itself.
             allow_other_revision: use the map on models it was not fitted for.
+            readings: keeps native readings with the time they took, so that arms and handoffs
+                share them.
 
         Raises:
             WrongPair, TokenizerMismatch, UnsupportedGeometry, BadInput: see ``errors.py``.
@@ -168,7 +176,17 @@ class Handoff:
                 got=str(len(self.layout.prefix_ids)),
                 next_step="give the layout a longer instruction",
             )
+        self._readings = readings or Readings(0)
         self._prefix_caches: dict[int, DynamicCache] = {}
+        self._unanchored: Handoff | None = None
+
+    def without_anchors(self) -> Handoff:
+        """The same pair and map with the prefix mapped as well, for comparison."""
+        if self._unanchored is None:
+            twin = copy.copy(self)
+            twin.anchors, twin._unanchored = False, twin
+            self._unanchored = twin
+        return self._unanchored
 
     @classmethod
     def from_pretrained(
@@ -257,8 +275,9 @@ class Handoff:
         prefix = self.prefix_cache(answering)
         cache = prefix
         if body.numel():
-            with spans.measure("prefill"), torch.no_grad():
-                cache = self._read(answering, body)
+            reading = self.read(answering, body)
+            cache = reading.cache
+            spans.add("prefill", reading.seconds)
         empty = torch.empty(0, dtype=torch.int64)
         return Held(arm, answering, cache, empty, spans, self._identity(body, answering), False)
 
@@ -362,10 +381,10 @@ class Handoff:
             return Held(arm, self.receiver, cache, rest, spans,
                         self._identity(body, self.receiver), False)
         self.prefix_cache(self.receiver)
-        with spans.measure("source_prefill"), torch.no_grad():
-            read = self._read(self.source, body[:keep])
+        reading = self.read(self.source, body[:keep])
+        spans.add("source_prefill", reading.seconds)
         with spans.measure("map"):
-            mapped = self.map_cache(self.canonical(read, body[:keep]))
+            mapped = self.map_cache(self.canonical(reading.cache, body[:keep]))
         with spans.measure("inject"):
             mapped = self._to_receiver(mapped)
             require_finite(mapped, "the mapped cache")
@@ -379,31 +398,30 @@ class Handoff:
         ids = torch.cat((self.layout.prefix(), body)).to(self.source.device)
         positions = torch.arange(ids.numel(), device=self.source.device)
         whole = from_transformers(
-            self.source.model, _rows_from(self.source.model, cache, start), positions[start:],
+            self.source.model, rows_from(self.source.model, cache, start), positions[start:],
             ids[start:], self.source.revision,
         )
         return whole
 
-    def _read(self, loaded: LoadedModel, body: Tensor) -> DynamicCache:
+    def read(self, loaded: LoadedModel, body: Tensor) -> Reading:
+        """What a model holds after reading the prefix and ``body`` (``[T]`` int64) itself."""
+        if (known := self._readings.get(loaded, self.layout, body)) is not None:
+            return known
         require_ids_in_range(body, self.geometries[id(loaded)].vocab_size, loaded.spec)
-        from kvferry.models.cache import fork
-
+        before = fork(loaded.model, self.prefix_cache(loaded))
         start = len(self.layout.prefix_ids)
+        started = now(loaded.device)
         ids = body.to(loaded.device)
         positions = torch.arange(start, start + ids.numel(), device=loaded.device)
-        _, cache = forward(
-            loaded.model,
-            ids[None],
-            positions[None],
-            cache=fork(loaded.model, self.prefix_cache(loaded)),
-        )
-        return cache
+        with torch.no_grad():
+            _, cache = forward(loaded.model, ids[None], positions[None], cache=before)
+        reading = Reading(cache, now(loaded.device) - started)
+        self._readings.put(loaded, self.layout, body, reading)
+        return reading
 
     def _to_receiver(self, cache: CanonicalCache) -> CanonicalCache:
         if self.source.device == self.receiver.device:
             return cache
-        from kvferry.models.cache import LayerKV
-
         device = self.receiver.device
         layers = tuple(
             LayerKV(x.keys.to(device), x.values.to(device), x.kind) for x in cache.layers
@@ -445,11 +463,3 @@ class Handoff:
             prompt_tokens=held.length + int(tail.numel()),
         )
 
-
-def _rows_from(model: Any, cache: DynamicCache, start: int) -> DynamicCache:
-    """The cache's entries from a position on; no memory is copied."""
-    from kvferry.models.cache import _filled
-
-    return _filled(
-        model, [(x.keys[:, :, start:], x.values[:, :, start:]) for x in cache.layers]
-    )
