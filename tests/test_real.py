@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,14 +15,14 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def ferries() -> Iterator[dict]:
+def ferries() -> dict:
     from kvferry.models.load import load_model
 
     for name in PAIR:
         if catalog()[name].state != "ready":
             pytest.skip(f"{name} is not on disk: run `kvferry models pull {name}`")
     small, large = (load_model(name) for name in PAIR)
-    yield make_ferries({n: map_folder(n) for n in (FORWARD, BACKWARD)}, small, large)
+    return make_ferries({n: map_folder(n) for n in (FORWARD, BACKWARD)}, small, large)
 
 
 def _nll(held: object, tail: torch.Tensor) -> float:
@@ -64,8 +63,11 @@ def test_ask_compares_arms(ferries: dict, tmp_path, capsys) -> None:  # type: ig
     text.write_text(passages()[0]["passage"], encoding="utf-8")
     done = CliRunner().invoke(
         app,
-        ["ask", "--map", str(map_folder(FORWARD)), "--context", str(text), "--question"]
-        + [passages()[0]["question"], "--compare", "--max-new-tokens", "8", "--json"],
+        [
+            *("ask", "--map", str(map_folder(FORWARD)), "--context", str(text)),
+            *("--question", passages()[0]["question"]),
+            *("--compare", "--max-new-tokens", "8", "--json"),
+        ],
     )
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout.splitlines()[-1])

@@ -146,7 +146,7 @@ def machine() -> dict[str, Any]:
     """Processor, cores, memory and library versions, for a record's header."""
     import psutil
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in ("torch", "transformers", "safetensors", "numpy"):
         try:
             versions[name] = metadata.version(name)

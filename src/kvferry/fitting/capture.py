@@ -44,7 +44,7 @@ class CaptureSettings:
         per_document: texts taken from one document at most.
         k_max: source layers kept for each target.
         probe_texts: fit texts on which layers are chosen (select gets half as many).
-        memory_bytes: bound on moments and the probe's rows, models not counted.
+        memory_bytes: bound on the moments; models and the probe's rows come on top.
         shard: (index, count): take every count-th text, for runs that are merged later.
         both_directions: keep moments of receiver -> source as well, from the same reading.
     """
@@ -142,7 +142,8 @@ class PairReader:
             with torch.no_grad():
                 cache = read(loaded.model, ids, positions, loaded.revision)
             self.forward_s += time.perf_counter() - started
-            caches.append(cache.select(slice(self.prefix.numel(), None)))
+            body = cache.select(slice(self.prefix.numel(), None))
+            caches.append(body.to(device=torch.device("cpu")))
         return caches[0], caches[1]
 
 
@@ -202,9 +203,7 @@ def capture(
     moments = store.load_moments(plan)
     if moments is None:
         moments = {
-            (d.name, split): Moments.empty(
-                plan[d.name], widths[d.reads], widths[d.answers] // 2
-            )
+            (d.name, split): Moments.empty(plan[d.name], widths[d.reads], widths[d.answers] // 2)
             for d in directions
             for split in SPLITS
         }
@@ -250,8 +249,9 @@ def capture(
         },
         "directions": [d.name for d in directions],
         "plan": plan,
-        "rows": {s: sum(t for t, i in zip(tokens, items, strict=True) if i.split == s)
-                 for s in SPLITS},
+        "rows": {
+            s: sum(t for t, i in zip(tokens, items, strict=True) if i.split == s) for s in SPLITS
+        },
         "items": [item.row() for item in items],
     }
     store.finish(moments, header)

@@ -77,9 +77,7 @@ class CaptureStore:
 
     def save_moments(self, moments: MomentsTable, items_done: int) -> None:
         """Write a checkpoint."""
-        _save(
-            self.folder / "checkpoint.safetensors", moments, {"items_done": str(items_done)}
-        )
+        _save(self.folder / "checkpoint.safetensors", moments, {"items_done": str(items_done)})
 
     def finish(self, moments: MomentsTable, header: dict[str, Any]) -> None:
         """Write the final files; ``capture.json`` comes last and makes the capture complete."""
@@ -134,7 +132,7 @@ def merge_captures(folders: list[Path], out: Path) -> dict[str, Any]:
             got=str(len(folders)),
             next_step="give more folders",
         )
-    headers = []
+    headers: list[dict[str, Any]] = []
     merged: MomentsTable = {}
     for folder in folders:
         if not (folder / "capture.json").exists():
@@ -208,9 +206,7 @@ def _load(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, st
 def _table(tensors: dict[str, Tensor], plan: dict[str, Candidates]) -> MomentsTable:
     try:
         return {
-            (direction, split): Moments.from_tensors(
-                tensors, f"{direction}/{split}", candidates
-            )
+            (direction, split): Moments.from_tensors(tensors, f"{direction}/{split}", candidates)
             for direction, candidates in plan.items()
             for split in SPLITS
         }
@@ -220,5 +216,3 @@ def _table(tensors: dict[str, Tensor], plan: dict[str, Candidates]) -> MomentsTa
             got=f"no tensor {json.dumps(str(error))}",
             next_step="remove that folder and capture again",
         ) from error
-
-

@@ -117,7 +117,7 @@ def read_corpus(
             got=f"none in {', '.join(specs)} ({empty} empty rows)",
             next_step="check the files and --column",
         )
-    counts = {split: sum(d.split == split for d in documents) for split in SPLITS}
+    counts: dict[str, int] = {s: sum(d.split == s for d in documents) for s in SPLITS}
     return Corpus(documents, empty, duplicates, tuple(specs), counts)
 
 

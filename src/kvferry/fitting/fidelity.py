@@ -25,7 +25,14 @@ from torch import Tensor
 from kvferry.errors import BadInput
 from kvferry.fitting.corpus import Document, wrong_documents
 from kvferry.models.cache import fork, forward
-from kvferry.provenance import code_version, machine, read_json, sha256_text, sorted_json, write_json
+from kvferry.provenance import (
+    code_version,
+    machine,
+    read_json,
+    sha256_text,
+    sorted_json,
+    write_json,
+)
 from kvferry.running.handoff import Handoff, Held
 from kvferry.terminal import progress
 
@@ -200,7 +207,9 @@ def _means(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
     return {v: float(np.mean([r[key][v] for r in rows])) for v in rows[0][key]}
 
 
-def _one(handoff: Handoff, ids: Tensor, other: Tensor, settings: FidelitySettings) -> dict[str, Any]:
+def _one(
+    handoff: Handoff, ids: Tensor, other: Tensor, settings: FidelitySettings
+) -> dict[str, Any]:
     body, tail = ids[: settings.context_tokens], ids[settings.context_tokens :]
     wrong = other[: settings.context_tokens]
     held = {

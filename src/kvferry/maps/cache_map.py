@@ -98,6 +98,10 @@ class CacheMap:
         """Multiply-adds a token."""
         return sum(target.multiply_adds for target in self.targets.values())
 
+    def to(self, device: torch.device) -> CacheMap:
+        """The same map on another device."""
+        return CacheMap(self.config, {n: t.to(device) for n, t in self.targets.items()})
+
     def apply(self, cache: CanonicalCache, *, positions: Tensor) -> CanonicalCache:
         """Map a whole cache.
 
@@ -109,9 +113,7 @@ class CacheMap:
             the receiver's canonical cache, marked lossy.
         """
         features = cache_features(cache)
-        layers = tuple(
-            self.layer(index, features) for index in range(self.receiver_geometry.depth)
-        )
+        layers = tuple(self.layer(index, features) for index in range(self.receiver_geometry.depth))
         return CanonicalCache(layers, positions, cache.token_ids, self.identity, lossy=True)
 
     def layer(self, index: int, features: list[Tensor]) -> LayerKV:
@@ -332,5 +334,3 @@ def _local_folder(source: str, revision: str | None) -> Path:
             got=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}",
             next_step="check the name and the network",
         ) from error
-
-

@@ -55,6 +55,10 @@ class LinearTarget:
             result = torch.addmm(result, features[layer], block)
         return result
 
+    def to(self, device: torch.device) -> LinearTarget:
+        """The same map on another device."""
+        return LinearTarget(self.layers, self.weight.to(device), self.bias.to(device))
+
     @property
     def multiply_adds(self) -> int:
         """Multiply-adds a token."""

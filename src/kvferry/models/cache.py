@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,10 +71,25 @@ class CanonicalCache:
             layers, self.positions[rows], self.token_ids[rows], self.revision, self.lossy
         )
 
-    def to(self, dtype: torch.dtype) -> CanonicalCache:
-        """The same cache in another dtype."""
-        layers = tuple(LayerKV(x.keys.to(dtype), x.values.to(dtype), x.kind) for x in self.layers)
-        return CanonicalCache(layers, self.positions, self.token_ids, self.revision, self.lossy)
+    def to(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> CanonicalCache:
+        """The same cache in another dtype or on another device."""
+        layers = tuple(
+            LayerKV(
+                x.keys.to(dtype=dtype, device=device),
+                x.values.to(dtype=dtype, device=device),
+                x.kind,
+            )
+            for x in self.layers
+        )
+        return CanonicalCache(
+            layers,
+            self.positions.to(device=device),
+            self.token_ids.to(device=device),
+            self.revision,
+            self.lossy,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -141,10 +157,14 @@ class CanonicalCache:
 
 
 @lru_cache(maxsize=64)
-def cache_argument(model_class: type) -> str:
-    """transformers renamed ``past_key_values`` to ``cache`` in 5.20; this is the one shim."""
-    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+def _cache_argument(forward: Callable[..., Any]) -> str:
+    parameters = inspect.signature(forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
+
+
+def cache_argument(model: Any) -> str:
+    """transformers renamed ``past_key_values`` to ``cache`` in 5.20; this is the one shim."""
+    return _cache_argument(type(model).forward)
 
 
 def forward(
@@ -176,7 +196,7 @@ def forward(
         "input_ids": token_ids,
         "position_ids": positions,
         "use_cache": True,
-        cache_argument(type(body)): cache,
+        cache_argument(body): cache,
     }
     if attention_mask is not None:
         arguments["attention_mask"] = attention_mask
@@ -204,6 +224,7 @@ def read(model: Any, token_ids: Tensor, positions: Tensor, revision: str) -> Can
             got="an empty text",
             next_step="give a text that is not empty",
         )
+    token_ids, positions = token_ids.to(model.device), positions.to(model.device)
     _, cache = forward(model, token_ids[None], positions[None])
     canonical = from_transformers(model, cache, positions, token_ids, revision)
     require_finite(canonical, "the source's cache")
@@ -244,10 +265,10 @@ def from_transformers(
     """
     cos, sin = angles(rotary_module(model), positions)
     layers = []
-    for layer in cache.layers:
-        keys = layer.keys[batch_index].transpose(0, 1)
-        values = layer.values[batch_index].transpose(0, 1)
-        layers.append(LayerKV(unrotate(keys, cos, sin), values.contiguous()))
+    for keys, values in entries(cache):
+        turned = keys[batch_index].transpose(0, 1)
+        kept = values[batch_index].transpose(0, 1).contiguous()
+        layers.append(LayerKV(unrotate(turned, cos, sin), kept))
     return CanonicalCache(tuple(layers), positions, token_ids, revision)
 
 
@@ -265,12 +286,13 @@ def to_transformers(
     """
     cos, sin = angles(rotary_module(model), cache.positions)
     pairs = []
+    anchors = entries(before) if before is not None else None
     for index, layer in enumerate(cache.layers):
         keys = rotate(layer.keys, cos, sin).transpose(0, 1)[None]
         values = layer.values.transpose(0, 1)[None]
-        if before is not None:
-            keys = torch.cat((before.layers[index].keys, keys), dim=-2)
-            values = torch.cat((before.layers[index].values, values), dim=-2)
+        if anchors is not None:
+            keys = torch.cat((anchors[index][0], keys), dim=-2)
+            values = torch.cat((anchors[index][1], values), dim=-2)
         pairs.append((keys, values))
     return _filled(model, pairs)
 
@@ -285,21 +307,28 @@ def fork(model: Any, cache: DynamicCache, *, batch: int = 1) -> DynamicCache:
     return _filled(
         model,
         [
-            (x.keys.expand(batch, -1, -1, -1), x.values.expand(batch, -1, -1, -1))
-            for x in cache.layers
+            (keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1))
+            for keys, values in entries(cache)
         ],
     )
 
 
 def rows_from(model: Any, cache: DynamicCache, start: int) -> DynamicCache:
     """The cache's entries from a position on; no memory is copied."""
-    return _filled(model, [(x.keys[:, :, start:], x.values[:, :, start:]) for x in cache.layers])
+    return _filled(model, [(k[:, :, start:], v[:, :, start:]) for k, v in entries(cache)])
+
+
+def entries(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    """Every layer's keys and values, ``[B, H, T, D]`` (full-attention layers only)."""
+    layers: list[Any] = list(cache.layers)
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def _filled(model: Any, pairs: list[tuple[Tensor, Tensor]]) -> DynamicCache:
     """A full-attention cache holding the given tensors themselves (updates make new ones)."""
     filled = DynamicCache(config=model.config)
-    for layer, (keys, values) in zip(filled.layers, pairs, strict=True):
+    layers: list[Any] = list(filled.layers)
+    for layer, (keys, values) in zip(layers, pairs, strict=True):
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
     return filled

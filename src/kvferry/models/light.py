@@ -24,7 +24,7 @@ from kvferry.models.catalog import cache_home, catalog, unknown_name
 from kvferry.models.geometry import Geometry
 from kvferry.models.load import load_config, load_tokenizer
 from kvferry.models.locate import HUB_PATTERNS
-from kvferry.provenance import read_json, sha256_text
+from kvferry.provenance import read_json, sha256_text, write_json
 
 LIGHT_PATTERNS = tuple(name for name in HUB_PATTERNS if "safetensors" not in name)
 """What is fetched from the hub: no weights."""
@@ -189,14 +189,14 @@ def _tokenizer(path: Path) -> Any:
 
 def _notes(path: Path) -> list[str]:
     notes = []
-    if (path / "kvferry.json").is_file():
-        made = read_json(path / "kvferry.json")
-        if isinstance(made, dict) and made.get("gguf"):
-            notes.append(
-                f"weights come from {made['gguf']}: a map fitted here belongs to these "
-                "quantised weights, not to the publisher's full ones"
-            )
-    if not any(path.glob("*.safetensors")):
+    made = read_json(path / "kvferry.json") if (path / "kvferry.json").is_file() else {}
+    gguf = made.get("gguf") if isinstance(made, dict) else None
+    if gguf:
+        notes.append(
+            f"weights as in {gguf}; a map belongs to these, quantised if that file is, "
+            "and not to the publisher's full ones"
+        )
+    if not gguf and not any(path.glob("*.safetensors")):
         notes.append("looked at config and tokenizer alone; capture will need the weights")
     return notes
 
@@ -205,8 +205,9 @@ def _quantised(config: Any) -> str | None:
     settings = getattr(config, "quantization_config", None)
     if not settings:
         return None
-    get = settings.get if isinstance(settings, dict) else lambda k: getattr(settings, k, None)
-    return str(get("quant_method") or "unknown")
+    if isinstance(settings, dict):
+        return str(settings.get("quant_method", "unknown"))
+    return str(getattr(settings, "quant_method", "unknown"))
 
 
 def _from_gguf(gguf: Path) -> Path:
@@ -229,6 +230,7 @@ def _from_gguf(gguf: Path) -> Path:
         where, name = str(gguf.parent), gguf.name
         AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(str(making))
         AutoConfig.from_pretrained(where, gguf_file=name).save_pretrained(str(making))
+        write_json(making / "kvferry.json", {"format_version": 1, "gguf": name})
         making.replace(folder)
     except OSError as error:
         shutil.rmtree(making, ignore_errors=True)

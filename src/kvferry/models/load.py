@@ -76,6 +76,8 @@ def load_config(folder: ModelFolder | Path | str) -> PretrainedConfig:
             got=f"{path / 'config.json'}: {str(error)[:200]}",
             next_step="upgrade transformers, or use another model",
         ) from error
+    except Exception as error:  # config classes raise kinds of their own on fields of a wrong type
+        raise _unreadable(path / "config.json", error) from error
     return config
 
 

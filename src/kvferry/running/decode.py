@@ -61,7 +61,7 @@ class Sampling:
         }
 
 
-class _Clock(LogitsProcessor):  # type: ignore[misc]
+class _Clock(LogitsProcessor):
     """Notes when the first logits and each token came; stops when asked to."""
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class _Clock(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-class _TokenClock(StoppingCriteria):  # type: ignore[misc]
+class _TokenClock(StoppingCriteria):
     def __init__(self, clock: _Clock) -> None:
         self.clock = clock
 
@@ -124,13 +124,13 @@ def generate(
         mask[row, held : held + gap] = 0
     clock = clock or _Clock(loaded.device)
     started = now(loaded.device)
-    body = type(loaded.model)
+    model: Any = loaded.model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sampling.seed)
-        output = loaded.model.generate(
+        output = model.generate(
             input_ids=ids.to(loaded.device),
             attention_mask=mask.to(loaded.device),
-            **{cache_argument(body): fork(loaded.model, cache, batch=len(tails))},
+            **{cache_argument(model): fork(model, cache, batch=len(tails))},
             logits_processor=LogitsProcessorList([clock]),
             stopping_criteria=StoppingCriteriaList([_TokenClock(clock)]),
             pad_token_id=pad,
@@ -149,7 +149,7 @@ def stream(
     loaded: LoadedModel, cache: DynamicCache, tail: Tensor, sampling: Sampling, spans: Spans
 ) -> Iterator[str]:
     """The same answer piece by piece; closing the iterator stops the generation."""
-    streamer = TextIteratorStreamer(
+    streamer: Any = TextIteratorStreamer(
         loaded.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=None
     )
     clock = _Clock(loaded.device)

@@ -23,7 +23,6 @@ from kvferry.maps.cache_map import CacheMap
 from kvferry.models.alignment import require_ids_in_range, require_same_tokens
 from kvferry.models.cache import (
     CanonicalCache,
-    LayerKV,
     check_against,
     fork,
     forward,
@@ -41,9 +40,7 @@ from kvferry.running.prompt import MIN_PREFIX_TOKENS, BoundLayout, PromptLayout
 from kvferry.running.readings import Reading, Readings
 from kvferry.running.timing import Spans, now, peak_memory_bytes
 
-Arm = Literal[
-    "source_native", "transfer", "receiver_native", "no_context", "wrong_document"
-]
+Arm = Literal["source_native", "transfer", "receiver_native", "no_context", "wrong_document"]
 ARMS: tuple[Arm, ...] = ("source_native", "transfer", "receiver_native")
 CONTROLS: tuple[Arm, ...] = ("no_context", "wrong_document")
 
@@ -116,8 +113,9 @@ class OptionScores:
     best: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "best", max(range(len(self.per_token)),
-                                             key=lambda i: self.per_token[i]))
+        object.__setattr__(
+            self, "best", max(range(len(self.per_token)), key=lambda i: self.per_token[i])
+        )
 
 
 class Handoff:
@@ -148,7 +146,8 @@ class Handoff:
         Raises:
             WrongPair, TokenizerMismatch, UnsupportedGeometry, BadInput: see ``errors.py``.
         """
-        self.source, self.receiver, self.map = source, receiver, cache_map
+        self.source, self.receiver = source, receiver
+        self.map = cache_map.to(source.device)
         self.anchors, self.tail_tokens = anchors, tail_tokens
         if tail_tokens < 0:
             raise BadInput(
@@ -256,16 +255,20 @@ class Handoff:
                 got=repr(arm),
                 next_step="choose one of them",
             )
-        body = torch.empty(0, dtype=torch.int64) if arm == "no_context" else (
-            self.layout.context(context)
+        body = (
+            torch.empty(0, dtype=torch.int64)
+            if arm == "no_context"
+            else (self.layout.context(context))
         )
         return self.hand_over_ids(body, arm=arm)
 
     def hand_over_ids(self, body: Tensor, *, arm: Arm) -> Held:
         """The same from the context's token ids, ``[T]`` int64."""
         answering = self.source if arm == "source_native" else self.receiver
-        reading = self.source if arm in ("source_native", "transfer", "wrong_document") else (
-            self.receiver
+        reading = (
+            self.source
+            if arm in ("source_native", "transfer", "wrong_document")
+            else (self.receiver)
         )
         self._require_room(reading, int(body.numel()), 1)
         self._require_room(answering, int(body.numel()), 1)
@@ -275,9 +278,9 @@ class Handoff:
         prefix = self.prefix_cache(answering)
         cache = prefix
         if body.numel():
-            reading = self.read(answering, body)
-            cache = reading.cache
-            spans.add("prefill", reading.seconds)
+            native = self.read(answering, body)
+            cache = native.cache
+            spans.add("prefill", native.seconds)
         empty = torch.empty(0, dtype=torch.int64)
         return Held(arm, answering, cache, empty, spans, self._identity(body, answering), False)
 
@@ -297,13 +300,13 @@ class Handoff:
 
         Differentiable in the map. Token ids are one to one here, so positions carry over.
         """
-        moved = cache.to(torch.float32)
+        moved = cache.to(dtype=torch.float32)
         return self.map.apply(moved, positions=cache.positions)
 
     def inject(self, mapped: CanonicalCache) -> DynamicCache:
         """Anchors and mapped body as the receiver's own cache. Differentiable."""
         check_against(mapped, self.map.receiver_geometry, self.receiver.spec)
-        moved = mapped.to(self.receiver.dtype)
+        moved = mapped.to(dtype=self.receiver.dtype)
         before = self.prefix_cache(self.receiver) if self.anchors else None
         return to_transformers(self.receiver.model, moved, before=before)
 
@@ -378,30 +381,40 @@ class Handoff:
         rest = body[keep:]
         if not keep:
             cache = self.prefix_cache(self.receiver)
-            return Held(arm, self.receiver, cache, rest, spans,
-                        self._identity(body, self.receiver), False)
+            return Held(
+                arm, self.receiver, cache, rest, spans, self._identity(body, self.receiver), False
+            )
         self.prefix_cache(self.receiver)
         reading = self.read(self.source, body[:keep])
         spans.add("source_prefill", reading.seconds)
         with spans.measure("map"):
             mapped = self.map_cache(self.canonical(reading.cache, body[:keep]))
         with spans.measure("inject"):
-            mapped = self._to_receiver(mapped)
+            mapped = mapped.to(device=self.receiver.device)
             require_finite(mapped, "the mapped cache")
             cache = self.inject(mapped)
-        return Held(arm, self.receiver, cache, rest, spans,
-                    self._identity(body, self.source, self.map.identity), True)
+        return Held(
+            arm,
+            self.receiver,
+            cache,
+            rest,
+            spans,
+            self._identity(body, self.source, self.map.identity),
+            True,
+        )
 
     def canonical(self, cache: DynamicCache, body: Tensor) -> CanonicalCache:
         """What the map takes of a source's cache: the body, and the prefix without anchors."""
         start = len(self.layout.prefix_ids) if self.anchors else 0
         ids = torch.cat((self.layout.prefix(), body)).to(self.source.device)
         positions = torch.arange(ids.numel(), device=self.source.device)
-        whole = from_transformers(
-            self.source.model, rows_from(self.source.model, cache, start), positions[start:],
-            ids[start:], self.source.revision,
+        return from_transformers(
+            self.source.model,
+            rows_from(self.source.model, cache, start),
+            positions[start:],
+            ids[start:],
+            self.source.revision,
         )
-        return whole
 
     def read(self, loaded: LoadedModel, body: Tensor) -> Reading:
         """What a model holds after reading the prefix and ``body`` (``[T]`` int64) itself."""
@@ -419,17 +432,6 @@ class Handoff:
         self._readings.put(loaded, self.layout, body, reading)
         return reading
 
-    def _to_receiver(self, cache: CanonicalCache) -> CanonicalCache:
-        if self.source.device == self.receiver.device:
-            return cache
-        device = self.receiver.device
-        layers = tuple(
-            LayerKV(x.keys.to(device), x.values.to(device), x.kind) for x in cache.layers
-        )
-        return CanonicalCache(
-            layers, cache.positions.to(device), cache.token_ids.to(device), cache.revision, True
-        )
-
     def _require_room(self, loaded: LoadedModel, body_tokens: int, more_tokens: int) -> None:
         limit = self.geometries[id(loaded)].max_positions
         need = len(self.layout.prefix_ids) + body_tokens + more_tokens
@@ -445,9 +447,7 @@ class Handoff:
         ids = ",".join(map(str, (*self.layout.prefix_ids, *body.tolist())))
         return sha256_text("\x00".join((ids, reader.revision, map_identity)))
 
-    def _answer(
-        self, held: Held, tail: Tensor, tokens: Tensor, spans: Spans, batch: int
-    ) -> Answer:
+    def _answer(self, held: Held, tail: Tensor, tokens: Tensor, spans: Spans, batch: int) -> Answer:
         decode_ms = spans.ms.get("decode", 0.0)
         steps = int(tokens.numel()) - 1
         return Answer(
@@ -462,4 +462,3 @@ class Handoff:
             peak_memory_bytes=peak_memory_bytes(held.loaded.device),
             prompt_tokens=held.length + int(tail.numel()),
         )
-

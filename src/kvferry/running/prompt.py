@@ -153,9 +153,9 @@ class BoundLayout:
         )
 
     def _after(self, cue: str | None) -> str:
-        return self.after_text if cue is None else self.after_text.removesuffix(
-            self.layout.cue
-        ) + cue
+        return (
+            self.after_text if cue is None else self.after_text.removesuffix(self.layout.cue) + cue
+        )
 
     def continuation(self, text: str) -> Tensor:
         """An answer to be scored after the cue, ``[n]`` int64."""

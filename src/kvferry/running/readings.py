@@ -43,9 +43,7 @@ class Readings:
         """The reading of prefix + body by this model, if it is still kept."""
         return self._kept.get(_key(loaded, layout, body)) if self.capacity else None
 
-    def put(
-        self, loaded: LoadedModel, layout: BoundLayout, body: Tensor, reading: Reading
-    ) -> None:
+    def put(self, loaded: LoadedModel, layout: BoundLayout, body: Tensor, reading: Reading) -> None:
         """Keep a reading; the oldest goes when there are too many."""
         if not self.capacity:
             return

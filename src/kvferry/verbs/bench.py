@@ -40,9 +40,7 @@ def bench(
 
     text = read_text(context) if context else shipped_text(max(sizes))
     ferry = Handoff.from_pretrained(map, device=device)
-    result = run(
-        ferry, text, lengths=sizes, repeats=repeats, warmup=warmup, new_tokens=new_tokens
-    )
+    result = run(ferry, text, lengths=sizes, repeats=repeats, warmup=warmup, new_tokens=new_tokens)
     if out:
         write_json(out, result)
     if not json:

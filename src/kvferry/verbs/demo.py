@@ -13,11 +13,17 @@ import typer
 
 if TYPE_CHECKING:
     from kvferry.report.demo_result import ArmRow, DemoResult, Direction
-    from kvferry.running.handoff import Handoff
+    from kvferry.running.handoff import Arm, Handoff
 
 FORWARD, BACKWARD = "qwen-0.5b-to-1.5b", "qwen-1.5b-to-0.5b"
 PAIR = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
-ARM_ORDER = ("source_native", "transfer", "receiver_native", "no_context", "wrong_document")
+ARM_ORDER: tuple[Arm, ...] = (
+    "source_native",
+    "transfer",
+    "receiver_native",
+    "no_context",
+    "wrong_document",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -145,7 +151,9 @@ def _item(
             held = kept[name, other["id"]]
         else:
             held = ferry.hand_over(
-                row["passage"], arm=arm, other_context=other["passage"]  # type: ignore[arg-type]
+                row["passage"],
+                arm=arm,
+                other_context=other["passage"],
             )
         if arm == "transfer":
             kept.clear() if len(kept) > 4 else None
@@ -170,9 +178,7 @@ def states(text: str, accept: list[str]) -> bool:
     )
 
 
-def _direction(
-    name: str, ferry: Handoff, folder: Path, items: list[dict[str, Any]]
-) -> Direction:
+def _direction(name: str, ferry: Handoff, folder: Path, items: list[dict[str, Any]]) -> Direction:
     from kvferry.report.demo_result import Direction, Item, ItemAnswer
 
     config = ferry.map.config
@@ -216,9 +222,7 @@ def _arm_row(arm: str, items: list[dict[str, Any]]) -> ArmRow:
     from kvferry.running.timing import PARTS
 
     answers = [item["answers"][arm] for item in items]
-    correct = sum(
-        item["answers"][arm]["chosen"] == item["row"]["answer"] for item in items
-    )
+    correct = sum(item["answers"][arm]["chosen"] == item["row"]["answer"] for item in items)
     rates = [a["tokens_per_s"] for a in answers if a["tokens_per_s"]]
     return ArmRow(
         arm=arm,
