@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.errors import BadInput
+from kvferry.errors import BadInput, ContextTooLong
 from kvferry.fitting.capture_store import CaptureStore
 from kvferry.fitting.corpus import SPLITS, Corpus
 from kvferry.fitting.moments import Candidates, Moments, moments_bytes, target_key
@@ -53,7 +53,7 @@ class CaptureSettings:
     chunk_tokens: int = 512
     per_document: int = 2
     k_max: int = 6
-    probe_texts: int = 8
+    probe_texts: int = 12
     memory_bytes: int = 8_000_000_000
     shard: tuple[int, int] = (0, 1)
     both_directions: bool = False
@@ -84,6 +84,13 @@ def plan_items(corpus: Corpus, layout: BoundLayout, settings: CaptureSettings) -
     Raises:
         BadInput: a split stays empty.
     """
+    index, count = settings.shard
+    if not 0 <= index < count:
+        raise BadInput(
+            expected="a shard I/N with I from 0 to N - 1",
+            got=f"{index}/{count}",
+            next_step="e.g. --shard 0/2 and --shard 1/2",
+        )
     quota = {"fit": settings.tokens, "select": settings.tokens // 8, "test": settings.tokens // 8}
     have = dict.fromkeys(SPLITS, 0)
     items: list[Item] = []
@@ -108,7 +115,6 @@ def plan_items(corpus: Corpus, layout: BoundLayout, settings: CaptureSettings) -
             got=f"none for {', '.join(missing)} among {len(corpus.documents)} documents",
             next_step="give more documents, or cut long ones with --section-chars 4000",
         )
-    index, count = settings.shard
     return items[index::count]
 
 
@@ -183,6 +189,7 @@ def capture(
     Raises:
         WrongPair: the folder holds a capture with other settings.
         TokenizerMismatch: the models number text differently.
+        ContextTooLong: a chunk beyond a model's limit.
         NotFinite: an activation is NaN or infinite.
     """
     for loaded in (source, receiver):
@@ -190,6 +197,15 @@ def capture(
     require_same_tokens(source.tokenizer, receiver.tokenizer)
     bound = (layout or PromptLayout()).bind(receiver.tokenizer)
     items = plan_items(corpus, bound, settings)
+    longest = len(bound.prefix_ids) + max((int(i.token_ids.numel()) for i in items), default=0)
+    for loaded in (source, receiver):
+        limit = _geometry(loaded).max_positions
+        if limit and longest > limit:
+            raise ContextTooLong(
+                expected=f"at most {limit} tokens in all, the limit of {loaded.spec}",
+                got=f"{longest}, prefix and chunk",
+                next_step="choose a smaller --chunk-tokens",
+            )
     identity = _identity(source, receiver, corpus, settings, bound, items, plan_from)
     store = CaptureStore(folder, identity)
     if store.finished:
@@ -197,7 +213,7 @@ def capture(
         return store.header()
     reader = PairReader((source, receiver), bound)
     directions = DIRECTIONS if settings.both_directions else DIRECTIONS[:1]
-    started = time.perf_counter()
+    started, code = time.perf_counter(), code_version()
     plan, probed = _plan(reader, items, directions, settings, store, plan_from)
     widths = [2 * g.layers[0].width for g in map(_geometry, reader.models)]
     moments = store.load_moments(plan)
@@ -209,7 +225,7 @@ def capture(
         }
     done = store.items_done
     tokens = [int(item.token_ids.numel()) for item in items]
-    last_saved = time.perf_counter()
+    last_saved, complete = time.perf_counter(), True
     with progress(
         "capture", total=sum(tokens), unit="tokens", done=float(sum(tokens[:done]))
     ) as advance:
@@ -217,11 +233,13 @@ def capture(
             for index in range(done, len(items)):
                 item = items[index]
                 caches = probed.pop(index, None) or reader.read(item)
+                complete = False
                 for d in directions:
                     moments[d.name, item.split].add(
                         cache_features(caches[d.reads]), targets_of(caches[d.answers])
                     )
                 done = index + 1
+                complete = True
                 advance(tokens[index])
                 if time.perf_counter() - last_saved > checkpoint_s and done < len(items):
                     store.save_moments(moments, done)
@@ -229,7 +247,8 @@ def capture(
                 if after_item is not None:
                     after_item(done)
         except KeyboardInterrupt:
-            store.save_moments(moments, done)
+            if complete:  # else half of a text's products are in: the last checkpoint stands
+                store.save_moments(moments, done)
             raise
     header = {
         "format": "kvferry-capture-1",
@@ -264,7 +283,7 @@ def capture(
             "tokens_read_this_run": sum(tokens[store.items_done :]),
             "note": "this run only: a resumed capture counts what it did after resuming",
             "machine": machine(),
-            "code": code_version(),
+            "code": code,
         },
     )
     return header
@@ -288,7 +307,14 @@ def _plan(
     wanted = {"fit": settings.probe_texts, "select": max(settings.probe_texts // 2, 1)}
     indices: list[int] = []
     for split, count in wanted.items():
-        indices += [i for i, item in enumerate(items) if item.split == split][:count]
+        found = [i for i, item in enumerate(items) if item.split == split][:count]
+        if not found:
+            raise BadInput(
+                expected="fit and select texts in this shard, to choose layers on",
+                got=f"no {split} text among {len(items)}",
+                next_step="take another shard's choice with --plan-from, or use fewer shards",
+            )
+        indices += found
     probed = {}
     with progress("choose layers", total=len(indices), unit="texts") as advance:
         for index in indices:

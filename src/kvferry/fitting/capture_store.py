@@ -100,14 +100,20 @@ def load_capture(folder: Path, direction: str) -> tuple[dict[str, Any], dict[str
             got="an unfinished one" if (folder / "identity.json").exists() else "no capture",
             next_step="run `kvferry capture` with the same arguments to finish it",
         )
-    header = dict(read_json(folder / "capture.json"))
+    header = read_json(folder / "capture.json")
+    path = folder / "moments.safetensors"
+    if not isinstance(header, dict) or "directions" not in header or not path.is_file():
+        raise CorruptFile(
+            expected=f"a capture's header and {path.name} in {folder}",
+            got="a file that is missing or holds something else",
+            next_step="remove that folder and capture again",
+        )
     if direction not in header["directions"]:
         raise BadInput(
             expected=f"a direction among {', '.join(header['directions'])}",
             got=direction,
             next_step="capture again with --both-directions",
         )
-    path = folder / "moments.safetensors"
     if (found := sha256_file(path)) != header["moments_sha256"]:
         raise CorruptFile(
             expected=f"sha256 {header['moments_sha256']} of {path}",

@@ -173,7 +173,8 @@ def _texts(spec: str, column: str) -> Iterator[str]:
 def _decode(path: Path) -> str:
     raw = path.read_bytes()
     try:
-        return raw.decode("utf-8-sig")
+        # Not utf-8-sig: its errors count from after the mark.
+        return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise BadInput(
@@ -214,13 +215,14 @@ def _hub_texts(spec: str, column: str) -> Iterator[str]:
     try:
         rows = datasets.load_dataset(name, split=split)
         for row in rows:
-            yield row[field_name] or ""
+            value = row[field_name]
+            yield value if isinstance(value, str) else ""
     except KvferryError:
         raise
     except Exception as error:  # the library raises many kinds, all with a usable message
         raise BadInput(
             expected=f"hub data set {name!r}, split {split!r}, column {field_name!r}",
-            got=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",
             next_step="check name and network, or give a local file",
         ) from error
 
@@ -229,11 +231,12 @@ def _sections(text: str, size: int) -> Iterator[str]:
     """Runs of paragraphs of about ``size`` characters; one over-long paragraph stays whole."""
     held: list[str] = []
     length = 0
-    for paragraph in text.split("\n\n") if "\n\n" in text else text.split("\n"):
+    gap = next((g for g in ("\n\n", "\r\n\r\n") if g in text), "\n")
+    for paragraph in text.split(gap):
         held.append(paragraph)
         length += len(paragraph)
         if length >= size:
-            yield "\n\n".join(held).strip()
+            yield gap.join(held).strip()
             held, length = [], 0
     if held:
-        yield "\n\n".join(held).strip()
+        yield gap.join(held).strip()

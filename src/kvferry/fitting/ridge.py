@@ -80,6 +80,12 @@ def fit(folder: Path, settings: FitSettings) -> FitResult:
             got=str(list(settings.lambdas)),
             next_step="give e.g. --lambda 0.01",
         )
+    if empty := [split for split, moments in by_split.items() if not moments.rows]:
+        raise BadInput(
+            expected="rows for each of fit, select and test",
+            got=f"none for {', '.join(empty)} in {folder}",
+            next_step="merge it with the other shards first",
+        )
     moments = by_split["fit"]
     depth = len(moments.candidates) // len(KINDS)
     result = FitResult({}, {s: {} for s in by_split}, {}, header, settings)
@@ -151,7 +157,8 @@ def r_squared(
         y_mean: ``[W]``, the fit's own.
     """
     gram, cross, x_here, y_here = moments.problem(name, layers)
-    variance = moments.target_variance(name)
-    error = variance.sum() - 2 * (weight * cross).sum() + (weight * (gram @ weight)).sum()
+    variance = moments.target_variance(name).sum()
+    error = variance - 2 * (weight * cross).sum() + (weight * (gram @ weight)).sum()
     offset = (y_here - y_mean) - (x_here - x_mean) @ weight
-    return float(1.0 - (error + offset.square().sum()) / variance.sum())
+    # A target that never changes has a variance of zero, or just below by rounding.
+    return float(1.0 - (error + offset.square().sum()) / variance.clamp_min(1e-12))

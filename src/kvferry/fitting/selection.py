@@ -49,7 +49,7 @@ def choose_layers(
         cross = z_fit.T @ y_fit / y_fit.shape[0]
         cross_select = z_select.T @ y_select / y_select.shape[0]
         # The select rows' own mean counts as unexplained, as it does for the map in use.
-        total = float((y_select - y_select.mean(0)).square().mean(0).sum())
+        total = max(float((y_select - y_select.mean(0)).square().mean(0).sum()), 1e-12)
         raw = float(y_select.square().mean(0).sum())
 
         def r_squared(

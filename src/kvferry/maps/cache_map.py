@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvferry.errors import BadInput, CorruptFile, HashMismatch, Unreachable, WrongPair
+from kvferry.errors import BadInput, CorruptFile, HashMismatch, NotFinite, Unreachable, WrongPair
 from kvferry.maps.linear import LinearTarget, cache_features
 from kvferry.models.cache import CanonicalCache, LayerKV
 from kvferry.models.geometry import Geometry
@@ -90,8 +90,11 @@ class CacheMap:
 
     @property
     def identity(self) -> str:
-        """Hash of config and weights: names this map in records and cache salts."""
-        return sha256_text(sorted_json(self.config.model_dump()))
+        """Hash of weights and config: names this map in records and cache salts.
+
+        Figures measured later don't change it.
+        """
+        return sha256_text(sorted_json(self.config.model_dump(exclude={"quality"})))
 
     @property
     def multiply_adds(self) -> int:
@@ -164,12 +167,22 @@ class CacheMap:
         Args:
             folder: where; made if absent.
             stored: dtype on disk; ``None`` keeps the config's.
+
+        Raises:
+            NotFinite: NaN or infinity in the weights, or too large for the dtype.
         """
         folder = Path(folder)
         kind = stored or self.config.stored
         tensors: dict[str, Tensor] = {}
         for name, target in self.targets.items():
-            tensors.update(_pack(name, target, kind))
+            packed = _pack(name, target, kind)
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in packed.values()):
+                raise NotFinite(
+                    expected=f"finite weights for {name} as {kind}",
+                    got="NaN or infinity",
+                    next_step="fit the map again, or store it as float32 or bfloat16",
+                )
+            tensors.update(packed)
         path = folder / WEIGHTS_NAME
         with atomic_path(path) as temporary:
             save_file(tensors, temporary, {"format": FORMAT})
@@ -214,7 +227,14 @@ class CacheMap:
             }
             cache_map = cls(config, targets)
             _check_shapes(cache_map)
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        except (
+            OSError,
+            SafetensorError,
+            LookupError,
+            ValueError,
+            TypeError,
+            RuntimeError,  # scales and weights of unequal sizes
+        ) as error:
             raise CorruptFile(
                 expected=f"map weights in {path}",
                 got=f"{type(error).__name__}: {error}",
@@ -246,7 +266,7 @@ class CacheMap:
         except Exception as error:  # the hub client raises many kinds
             raise Unreachable(
                 expected=f"to write to {repo_id}",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
+                got=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",
                 next_step="check the network and log in with `hf auth login`",
             ) from error
         return str(info.commit_url)
@@ -283,7 +303,11 @@ def _check_shapes(cache_map: CacheMap) -> None:
     for index, layer in enumerate(cache_map.receiver_geometry.layers):
         for kind in ("K", "V"):
             target = cache_map.targets[f"{index}.{kind}"]
+            if not all(0 <= i < source.depth for i in target.layers):
+                raise ValueError(f"{index}.{kind} takes layers {target.layers} of {source.depth}")
             rows = sum(2 * source.layers[i].width for i in target.layers)
+            if tuple(target.bias.shape) != (layer.width,):
+                raise ValueError(f"bias of {index}.{kind} is {tuple(target.bias.shape)}")
             if tuple(target.weight.shape) != (rows, layer.width):
                 raise ValueError(
                     f"weight of {index}.{kind} is {tuple(target.weight.shape)}, "
@@ -331,6 +355,6 @@ def _local_folder(source: str, revision: str | None) -> Path:
     except Exception as error:  # the hub client raises many kinds
         raise Unreachable(
             expected=f"a folder {source}, or that repository on the hub",
-            got=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}",
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}",
             next_step="check the name and the network",
         ) from error

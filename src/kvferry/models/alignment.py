@@ -112,13 +112,13 @@ def require_ids_in_range(token_ids: Tensor, vocab_size: int, name: str) -> None:
     """Refuse ids that a model has no embedding for.
 
     Raises:
-        TokenizerMismatch: the largest id is beyond the model's embeddings.
+        TokenizerMismatch: an id beyond the model's embeddings, or below zero.
     """
-    largest = int(token_ids.max()) if token_ids.numel() else 0
-    if largest >= vocab_size:
+    outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+    if outside.numel():
         raise TokenizerMismatch(
-            expected=f"token ids below {vocab_size}, the embeddings of {name}",
-            got=str(largest),
+            expected=f"token ids from 0 and below {vocab_size}, the embeddings of {name}",
+            got=str(int(outside.flatten()[0])),
             next_step="use the tokenizer that belongs to the model",
         )
 

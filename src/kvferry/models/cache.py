@@ -105,12 +105,14 @@ class CanonicalCache:
         header = {
             "format": FORMAT,
             "revision": self.revision,
-            "lossy": json.dumps(self.lossy),
-            "kinds": json.dumps([layer.kind for layer in self.layers]),
+            "lossy": self.lossy,
+            "kinds": [layer.kind for layer in self.layers],
             "dtype": str(self.layers[0].keys.dtype).removeprefix("torch."),
         }
+        # One entry: safetensors writes several in a random order, and bytes would differ.
+        entry = {"header": json.dumps(header, sort_keys=True)}
         with atomic_path(path) as temporary:
-            save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary, header)
+            save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary, entry)
 
     @classmethod
     def load(cls, path: Path, *, revision: str | None = None) -> CanonicalCache:
@@ -126,22 +128,22 @@ class CanonicalCache:
         """
         try:
             with safe_open(path, framework="pt") as stream:
-                header = stream.metadata() or {}
+                header = json.loads((stream.metadata() or {}).get("header", "{}"))
                 tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
             if header.get("format") != FORMAT:
                 raise ValueError(f"header says {header.get('format')!r}")
             layers = tuple(
                 LayerKV(tensors[f"layers.{i:04d}.keys"], tensors[f"layers.{i:04d}.values"], kind)
-                for i, kind in enumerate(json.loads(header["kinds"]))
+                for i, kind in enumerate(header["kinds"])
             )
             cache = cls(
                 layers,
                 tensors["positions"],
                 tensors["token_ids"],
                 header["revision"],
-                json.loads(header["lossy"]),
+                header["lossy"],
             )
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, LookupError, ValueError, AttributeError) as error:
             raise CorruptFile(
                 expected=f"a canonical cache ({FORMAT}) in {path}",
                 got=f"{type(error).__name__}: {error}",
@@ -238,8 +240,9 @@ def require_finite(cache: CanonicalCache, what: str) -> None:
         NotFinite: with the first layer concerned.
     """
     for index, layer in enumerate(cache.layers):
-        # A sum is finite only if every entry is (or it overflowed, which is an error as well).
-        if not torch.isfinite(layer.keys.sum() + layer.values.sum()):
+        # A sum is finite only if every entry is; in float64 it can't overflow by itself.
+        total = layer.keys.sum(dtype=torch.float64) + layer.values.sum(dtype=torch.float64)
+        if not torch.isfinite(total):
             raise NotFinite(
                 expected=f"finite numbers in {what}",
                 got=f"NaN or infinity in layer {index}",

@@ -23,7 +23,7 @@ from transformers import (
     TextIteratorStreamer,
 )
 
-from kvferry.errors import NotFinite
+from kvferry.errors import BadInput, NotFinite
 from kvferry.models.cache import cache_argument, fork, forward
 from kvferry.models.load import LoadedModel
 from kvferry.running.timing import Spans, now
@@ -46,6 +46,14 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or not 0.0 < self.top_p <= 1.0:
+            raise BadInput(
+                expected="at least one new token, and a top_p above 0 and up to 1",
+                got=f"max_new_tokens {self.max_new_tokens}, top_p {self.top_p}",
+                next_step="choose e.g. 64 tokens and top_p 1",
+            )
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for ``generate``; the model's own sampling defaults are switched off."""
@@ -73,11 +81,7 @@ class _Clock(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.logits_at is None:
             if bool(torch.isnan(scores).any()):
-                raise NotFinite(
-                    expected="finite logits",
-                    got="NaN after the question",
-                    next_step="check the map and load the models in float32",
-                )
+                raise _nan_logits()
             self.logits_at = now(self.device)
         return scores
 
@@ -215,7 +219,17 @@ def score(
                 steps = logits[0].float().log_softmax(-1)
                 parts.append(steps.gather(1, ids[1:, None])[:, 0])
             results.append(torch.cat(parts).cpu())
+    if any(bool(torch.isnan(found).any()) for found in results):
+        raise _nan_logits()
     return results
+
+
+def _nan_logits() -> NotFinite:
+    return NotFinite(
+        expected="finite logits",
+        got="NaN after the question",
+        next_step="check the map and load the models in float32",
+    )
 
 
 def _end_ids(loaded: LoadedModel) -> set[int]:

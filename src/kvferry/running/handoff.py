@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvferry.errors import BadInput, ContextTooLong
+from kvferry.errors import BadInput, ContextTooLong, WrongPair
 from kvferry.maps.cache_map import CacheMap
 from kvferry.models.alignment import require_ids_in_range, require_same_tokens
 from kvferry.models.cache import (
@@ -55,7 +55,7 @@ class Held:
         cache: that model's cache, anchors and body, layers of ``[1, H, T, D]``.
         rest: context tokens left for the answering model to read with the question, ``[n]``.
         spans: what it took so far.
-        identity: names it: token ids, source revision, map.
+        identity: names it: token ids, source revision, map, anchors, tail.
         lossy: mapped; never an answer to an exact-prefix lookup.
     """
 
@@ -164,6 +164,17 @@ class Handoff:
         cache_map.require_pair(
             source.revision, receiver.revision, allow_other_revision=allow_other_revision
         )
+        for loaded, side in (
+            (source, cache_map.config.source),
+            (receiver, cache_map.config.receiver),
+        ):
+            wanted, found = Geometry.from_dict(side.geometry), self.geometries[id(loaded)]
+            if wanted.layers != found.layers:
+                raise WrongPair(
+                    expected=f"{wanted.depth} layers as in {side.spec}: {wanted.brief()}",
+                    got=f"{found.depth} layers in {loaded.spec}: {found.brief()}",
+                    next_step="use the models named in the map's card",
+                )
         stored = PromptLayout(**cache_map.config.layout)
         self.layout: BoundLayout = (layout or stored).bind(receiver.tokenizer)
         fitted_prefix = stored.bind(receiver.tokenizer).prefix_ids
@@ -249,12 +260,6 @@ class Handoff:
                     next_step="give other_context (on the command line --other-context FILE)",
                 )
             context = other_context
-        if arm not in ARMS + CONTROLS:
-            raise BadInput(
-                expected=f"an arm among {', '.join(ARMS + CONTROLS)}",
-                got=repr(arm),
-                next_step="choose one of them",
-            )
         body = (
             torch.empty(0, dtype=torch.int64)
             if arm == "no_context"
@@ -264,6 +269,12 @@ class Handoff:
 
     def hand_over_ids(self, body: Tensor, *, arm: Arm) -> Held:
         """The same from the context's token ids, ``[T]`` int64."""
+        if arm not in ARMS + CONTROLS:
+            raise BadInput(
+                expected=f"an arm among {', '.join(ARMS + CONTROLS)}",
+                got=repr(arm),
+                next_step="choose one of them",
+            )
         answering = self.source if arm == "source_native" else self.receiver
         reading = (
             self.source
@@ -288,7 +299,7 @@ class Handoff:
         """The constant prefix as a model reads it itself: the anchors; computed once."""
         if id(loaded) not in self._prefix_caches:
             ids = self.layout.prefix().to(loaded.device)
-            require_ids_in_range(ids, self.geometries[id(loaded)].vocab_size, loaded.spec)
+            self._require_in_range(loaded, ids)
             with torch.no_grad():
                 positions = torch.arange(ids.numel(), device=loaded.device)
                 _, cache = forward(loaded.model, ids[None], positions[None])
@@ -327,7 +338,7 @@ class Handoff:
             raise BadInput(
                 expected="at least one question", got="none", next_step="give a question"
             )
-        tails = [torch.cat((held.rest, self.layout.tail(q, cue=cue))) for q in questions]
+        tails = [self._tail(held, q, cue) for q in questions]
         longest = max(int(t.numel()) for t in tails)
         self._require_room(
             held.loaded,
@@ -346,7 +357,7 @@ class Handoff:
     ) -> Iterator[str]:
         """Answer one question piece by piece."""
         sampling = sampling or Sampling()
-        tail = torch.cat((held.rest, self.layout.tail(question)))
+        tail = self._tail(held, question, None)
         self._require_room(
             held.loaded,
             held.length - len(self.layout.prefix_ids),
@@ -368,12 +379,27 @@ class Handoff:
                 got=str(list(options)),
                 next_step="give the answers to choose from",
             )
-        tail = torch.cat((held.rest, self.layout.tail(question, cue=cue)))
+        tail = self._tail(held, question, cue)
         ids = [self.layout.continuation(option) for option in options]
+        self._require_in_range(held.loaded, torch.cat(ids))
+        self._require_room(
+            held.loaded,
+            held.length - len(self.layout.prefix_ids),
+            int(tail.numel()) + max(int(option.numel()) for option in ids),
+        )
         scores = decode.score(held.loaded, held.cache, tail, ids)
         return OptionScores(
             tuple(float(s.sum()) for s in scores), tuple(float(s.mean()) for s in scores)
         )
+
+    def _tail(self, held: Held, question: str, cue: str | None) -> Tensor:
+        """What the answering model reads itself: the context's last tokens, question, cue."""
+        tail = torch.cat((held.rest, self.layout.tail(question, cue=cue)))
+        self._require_in_range(held.loaded, tail)
+        return tail
+
+    def _require_in_range(self, loaded: LoadedModel, ids: Tensor) -> None:
+        require_ids_in_range(ids, self.geometries[id(loaded)].vocab_size, loaded.spec)
 
     def _transfer(self, body: Tensor, arm: Arm) -> Held:
         spans = Spans(self.receiver.device)
@@ -399,7 +425,9 @@ class Handoff:
             cache,
             rest,
             spans,
-            self._identity(body, self.source, self.map.identity),
+            self._identity(
+                body, self.source, f"{self.map.identity} {self.anchors} {int(rest.numel())}"
+            ),
             True,
         )
 
@@ -420,7 +448,7 @@ class Handoff:
         """What a model holds after reading the prefix and ``body`` (``[T]`` int64) itself."""
         if (known := self._readings.get(loaded, self.layout, body)) is not None:
             return known
-        require_ids_in_range(body, self.geometries[id(loaded)].vocab_size, loaded.spec)
+        self._require_in_range(loaded, body)
         before = fork(loaded.model, self.prefix_cache(loaded))
         start = len(self.layout.prefix_ids)
         started = now(loaded.device)

@@ -8,7 +8,7 @@ Special tokens written inside a context or a question stay plain text. One call:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ class PromptLayout:
             raise BadInput(
                 expected="a chat template that shows the user's text once",
                 got=f"{rendered.count(_CONTEXT)} copies of the context",
+                next_step="use a tokenizer with a plain user/assistant template",
+            )
+        if rendered.index(_QUESTION) < rendered.index(_CONTEXT):
+            raise BadInput(
+                expected="a chat template that keeps the order of the user's text",
+                got="the question before the context",
                 next_step="use a tokenizer with a plain user/assistant template",
             )
         prefix, rest = rendered.split(_CONTEXT)
@@ -153,9 +159,9 @@ class BoundLayout:
         )
 
     def _after(self, cue: str | None) -> str:
-        return (
-            self.after_text if cue is None else self.after_text.removesuffix(self.layout.cue) + cue
-        )
+        if cue is None or cue == self.layout.cue:
+            return self.after_text
+        return replace(self.layout, cue=cue).bind(self.tokenizer).after_text
 
     def continuation(self, text: str) -> Tensor:
         """An answer to be scored after the cue, ``[n]`` int64."""
@@ -182,6 +188,14 @@ class BoundLayout:
 def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     if not text:
         return []
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            expected="text that UTF-8 can hold",
+            got=f"half of a surrogate pair at character {error.start}",
+            next_step="decode the text again; JSON can carry such halves",
+        ) from error
     ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special)
     return [int(i) for i in ids]
 

@@ -280,7 +280,7 @@ def refitted(source: Path, out: Path, small: Any, large: Any) -> dict[str, Path]
     folder = source
     if not (source / "identity.json").exists():
         folder = out / "capture"
-        settings = CaptureSettings(tokens=64_000, probe_texts=12, both_directions=True)
+        settings = CaptureSettings(tokens=64_000, both_directions=True)
         capture(small, large, read_corpus([str(source)]), settings, folder)
     folders = {}
     for name, direction in ((FORWARD, "forward"), (BACKWARD, "backward")):
