@@ -21,7 +21,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 real: $(STAMP)
-	$(BIN)/python -m pytest -m real
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -m real
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests

@@ -30,7 +30,7 @@ from tests.small_pair import loaded
 SETTINGS = CaptureSettings(
     tokens=600, chunk_tokens=64, per_document=1, k_max=2, probe_texts=2, both_directions=True
 )
-WORDS = "the red boat of Ada went over a calm sea to Oslo and Ben saw nine blue kites fly".split()
+WORDS = ["the", "red", "boat", "of", "Ada", "went", "over", "a", "calm", "sea", "to", "Oslo"]
 
 
 def write_texts(folder: Path, count: int = 60) -> Path:
@@ -306,3 +306,16 @@ def test_damaged_maps_are_refused(whole: Path, tmp_path: Path) -> None:
     assert CacheMap.from_pretrained(folder).config.stored == "float32"
     with pytest.raises(BadInput, match="k between 1 and 2"):
         fit(whole, FitSettings(k_key=9))
+
+
+def test_grouped_products_equal_the_layers_one_by_one(whole: Path, pair) -> None:  # type: ignore[no-untyped-def]
+    from kvferry.maps.linear import cache_features
+
+    ferry = Handoff(*pair, build_map(fit(whole, FitSettings())))
+    body = ferry.layout.context("Ada went to Oslo.")
+    cache = ferry.canonical(ferry.read(pair[0], body).cache, body)
+    mapped = ferry.map_cache(cache)
+    for index, layer in enumerate(mapped.layers):
+        alone = ferry.map.layer(index, cache_features(cache))
+        torch.testing.assert_close(layer.keys, alone.keys, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer.values, alone.values, rtol=1e-5, atol=1e-5)

@@ -19,8 +19,8 @@ from kvferry.fitting.check import CheckReport, check_pair
 from kvferry.fitting.estimate import Rates
 from kvferry.models.light import locate_light, read_light
 from kvferry.verbs.check import duration, parse_rates, register
-from light_models import qwen3, save, tiny_tokenizer
-from tiny_gguf import tiny_model, write_gguf
+from tests.light_models import qwen3, save, tiny_tokenizer
+from tests.tiny_gguf import tiny_model, write_gguf
 
 RATES = Rates(100.0, 50.0, "as stated by a test")
 PLENTY = 64_000_000_000

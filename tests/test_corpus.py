@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.errors import BadInput
 from kvferry.fitting.capture import CaptureSettings, plan_items
-from kvferry.fitting.corpus import SPLITS, Document, read_corpus, wrong_documents
-from tests.tiny import LAYOUT, shared_tokenizer
+from kvferry.fitting.corpus import SPLITS, Corpus, Document, read_corpus, wrong_documents
+from tests.tiny import LAYOUT, shared_tokenizer, tiny_tokenizer
 
 
 def _write(path: Path, value: str | bytes) -> str:
@@ -221,3 +221,17 @@ def test_items_keep_to_quota_order_and_shards(tmp_path: Path) -> None:
     shards = [plan_items(corpus, layout, replace(settings, shard=(i, 3))) for i in range(3)]
     names = [{(i.doc_id, i.chunk) for i in shard} for shard in shards]
     assert sum(map(len, names)) == len(set().union(*names)) == len(items)
+
+
+def test_texts_with_very_long_tokens_still_give_whole_chunks() -> None:
+    """A run of blanks can be one token of hundreds of characters."""
+    tokenizer = tiny_tokenizer(lines=(" " * 400,) * 3)
+    layout = LAYOUT.bind(tokenizer)
+    documents = tuple(
+        Document(f"{i}" + ("x" + " " * 400) * 300, "s", f"{bucket:08x}" + f"{i:056x}")
+        for i, bucket in enumerate((0, 1, 85, 95))
+    )
+    corpus = Corpus(documents, 0, 0, ("s",), {"fit": 2, "select": 1, "test": 1})
+    items = plan_items(corpus, layout, CaptureSettings(chunk_tokens=64, per_document=2))
+    assert len(items) == 8
+    assert {int(item.token_ids.numel()) for item in items} == {64}

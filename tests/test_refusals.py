@@ -33,7 +33,7 @@ def ferry() -> Handoff:
 @pytest.mark.parametrize("context", ["", "  \n\t "])
 @pytest.mark.parametrize("arm", ["transfer", "receiver_native", "source_native"])
 def test_an_empty_context(ferry: Handoff, context: str, arm: str) -> None:
-    with pytest.raises(BadInput, match="empty context|white space"):
+    with pytest.raises(BadInput, match=r"empty context|white space"):
         ferry(context, "Who?", arm=arm)  # type: ignore[arg-type]
 
 

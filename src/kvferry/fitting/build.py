@@ -6,7 +6,7 @@ from typing import Any
 
 from kvferry.fitting.corpus import SPLITS
 from kvferry.fitting.ridge import FitResult
-from kvferry.maps.cache_map import FORMAT, CacheMap, MapConfig, MapSide, Stored
+from kvferry.maps.cache_map import FORMAT, UNSAVED, CacheMap, MapConfig, MapSide, Stored
 from kvferry.provenance import code_version
 
 
@@ -36,7 +36,7 @@ def build_map(result: FitResult, *, stored: Stored = "float32") -> CacheMap:
         layout_identity=header["layout_identity"],
         fitted=_fitted(result),
         quality=_quality(result),
-        weights_sha256="0" * 64,
+        weights_sha256=UNSAVED,
     )
     return CacheMap(config, result.targets)
 

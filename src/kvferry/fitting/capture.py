@@ -94,15 +94,18 @@ def plan_items(corpus: Corpus, layout: BoundLayout, settings: CaptureSettings) -
     quota = {"fit": settings.tokens, "select": settings.tokens // 8, "test": settings.tokens // 8}
     have = dict.fromkeys(SPLITS, 0)
     items: list[Item] = []
-    # A token is at least one byte, so this many characters hold all the chunks that may be taken.
-    limit_chars = settings.chunk_tokens * settings.per_document * 16
+    # A token seldom has more than 16 characters (a run of blanks may), so the start is tried first.
+    wanted = settings.chunk_tokens * settings.per_document
     tokens: dict[str, Tensor] = {}
     for chunk in range(settings.per_document):
         for document in corpus.documents:
             if have[document.split] >= quota[document.split]:
                 continue
             if document.doc_id not in tokens:
-                tokens[document.doc_id] = layout.context(document.text[:limit_chars])
+                ids = layout.context(document.text[: 16 * wanted])
+                if ids.numel() < wanted and len(document.text) > 16 * wanted:
+                    ids = layout.context(document.text)
+                tokens[document.doc_id] = ids
             start = chunk * settings.chunk_tokens
             ids = tokens[document.doc_id][start : start + settings.chunk_tokens]
             if ids.numel() < MIN_CHUNK_TOKENS:

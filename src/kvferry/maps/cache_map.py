@@ -7,6 +7,7 @@ output), and used in float32. One call: ``CacheMap.from_pretrained("maps/NAME")`
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvferry.errors import BadInput, CorruptFile, HashMismatch, NotFinite, Unreachable, WrongPair
-from kvferry.maps.linear import LinearTarget, cache_features
+from kvferry.maps.linear import GroupedProducts, LinearTarget, cache_features
 from kvferry.models.cache import CanonicalCache, LayerKV
 from kvferry.models.geometry import Geometry
 from kvferry.provenance import (
@@ -31,6 +32,8 @@ from kvferry.provenance import (
 )
 
 FORMAT = "kvferry-map-1"
+UNSAVED = "0" * 64
+"""``weights_sha256`` of a map that is only in memory; its identity then hashes the weights."""
 CONFIG_NAME = "map.json"
 WEIGHTS_NAME = "map.safetensors"
 CARD_NAME = "README.md"
@@ -87,6 +90,8 @@ class CacheMap:
         self.config = config
         self.targets = targets
         self.receiver_geometry = Geometry.from_dict(config.receiver.geometry)
+        self._grouped: GroupedProducts | None = None
+        self._packed: dict[str, Tensor] | None = None
 
     @property
     def identity(self) -> str:
@@ -94,7 +99,13 @@ class CacheMap:
 
         Figures measured later don't change it.
         """
-        return sha256_text(sorted_json(self.config.model_dump(exclude={"quality"})))
+        named = self.config.model_dump(exclude={"quality"})
+        if self.config.weights_sha256 == UNSAVED:
+            digest = hashlib.sha256()
+            for name in sorted(self.targets):
+                digest.update(self.targets[name].weight.detach().cpu().numpy().tobytes())
+            named["weights_sha256"] = digest.hexdigest()
+        return sha256_text(sorted_json(named))
 
     @property
     def multiply_adds(self) -> int:
@@ -115,22 +126,32 @@ class CacheMap:
         Returns:
             the receiver's canonical cache, marked lossy.
         """
-        features = cache_features(cache)
-        layers = tuple(self.layer(index, features) for index in range(self.receiver_geometry.depth))
+        if self._grouped is None:
+            self._grouped = GroupedProducts.of(self.targets)
+        values = self._grouped.apply(cache_features(cache))
+        layers = tuple(
+            self._shaped(index, values[f"{index}.K"], values[f"{index}.V"])
+            for index in range(self.receiver_geometry.depth)
+        )
         return CanonicalCache(layers, positions, cache.token_ids, self.identity, lossy=True)
 
     def layer(self, index: int, features: list[Tensor]) -> LayerKV:
-        """Map one receiver layer; others may still be unread.
+        """Map one receiver layer alone, for maps that stream.
 
         Args:
             index: receiver layer.
-            features: per source layer ``[T, F]``.
+            features: per source layer ``[T, F]``; only this layer's sources are looked at.
         """
+        return self._shaped(
+            index,
+            self.targets[f"{index}.K"].apply(features),
+            self.targets[f"{index}.V"].apply(features),
+        )
+
+    def _shaped(self, index: int, keys: Tensor, values: Tensor) -> LayerKV:
         shape = self.receiver_geometry.layers[index]
-        keys = self.targets[f"{index}.K"].apply(features)
-        values = self.targets[f"{index}.V"].apply(features)
         size = (-1, shape.num_kv_heads, shape.head_dim)
-        return LayerKV(keys.view(size), values.view(size))
+        return LayerKV(keys.reshape(size), values.reshape(size))
 
     def require_pair(
         self, source_revision: str, receiver_revision: str, *, allow_other_revision: bool = False
@@ -173,8 +194,8 @@ class CacheMap:
         """
         folder = Path(folder)
         kind = stored or self.config.stored
-        tensors: dict[str, Tensor] = {}
-        for name, target in self.targets.items():
+        tensors = self._packed if kind == self.config.stored and self._packed else {}
+        for name, target in self.targets.items() if not tensors else ():
             packed = _pack(name, target, kind)
             if not all(bool(torch.isfinite(tensor).all()) for tensor in packed.values()):
                 raise NotFinite(
@@ -189,6 +210,13 @@ class CacheMap:
         self.config = self.config.model_copy(
             update={"stored": kind, "weights_sha256": sha256_file(path)}
         )
+        # From here on this map is what was written, so that its identity stays true.
+        self._packed = tensors
+        self.targets = {
+            name: _unpack(name, target.layers, tensors, kind)
+            for name, target in self.targets.items()
+        }
+        self._grouped = None
         write_json(folder / CONFIG_NAME, self.config.model_dump())
         from kvferry.maps.card import card_text
 
@@ -226,6 +254,7 @@ class CacheMap:
                 for name, layers in config.layers.items()
             }
             cache_map = cls(config, targets)
+            cache_map._packed = tensors
             _check_shapes(cache_map)
         except (
             OSError,

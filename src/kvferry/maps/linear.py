@@ -68,3 +68,44 @@ class LinearTarget:
 def fold(weight: Tensor, x_mean: Tensor, y_mean: Tensor) -> Tensor:
     """The bias of ``y = (x - x_mean) W + y_mean``, ``[W]``."""
     return y_mean - x_mean @ weight
+
+
+@dataclass(frozen=True)
+class GroupedProducts:
+    """All targets' products, one wide matrix product a source layer instead of many narrow ones.
+
+    Attributes:
+        blocks: source layer -> ``[F, sum of W]``, the weights of every target that uses it.
+        parts: source layer -> the targets and widths of those columns, in order.
+        biases: target -> ``[W]``.
+    """
+
+    blocks: dict[int, Tensor]
+    parts: dict[int, list[tuple[str, int]]]
+    biases: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, targets: dict[str, LinearTarget]) -> GroupedProducts:
+        """Regroup targets' weights by source layer (a copy)."""
+        columns: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, target in targets.items():
+            width = target.weight.shape[0] // len(target.layers)
+            for place, layer in enumerate(target.layers):
+                block = target.weight[place * width : (place + 1) * width]
+                columns.setdefault(layer, []).append((name, block))
+        return cls(
+            {i: torch.cat([w for _, w in columns[i]], dim=1) for i in sorted(columns)},
+            {i: [(name, w.shape[1]) for name, w in columns[i]] for i in sorted(columns)},
+            {name: target.bias for name, target in targets.items()},
+        )
+
+    def apply(self, features: list[Tensor]) -> dict[str, Tensor]:
+        """Every target ``[T, W]`` from per-layer features ``[T, F]``."""
+        sums: dict[str, Tensor] = dict(self.biases)
+        for layer, block in self.blocks.items():
+            product = features[layer] @ block
+            start = 0
+            for name, width in self.parts[layer]:
+                sums[name] = sums[name] + product[:, start : start + width]
+                start += width
+        return sums

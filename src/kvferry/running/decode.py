@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ from kvferry.errors import BadInput, NotFinite
 from kvferry.models.cache import cache_argument, fork, forward
 from kvferry.models.load import LoadedModel
 from kvferry.running.timing import Spans, now
+
+_SAMPLING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,17 @@ class _TokenClock(StoppingCriteria):
         return torch.full((input_ids.shape[0],), stop, dtype=torch.bool, device=input_ids.device)
 
 
+@contextmanager
+def _seeded(sampling: Sampling) -> Iterator[None]:
+    """torch's generator is the process's own: sampled answers take turns, greedy ones need none."""
+    if sampling.temperature <= 0:
+        yield
+        return
+    with _SAMPLING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sampling.seed)
+        yield
+
+
 def generate(
     loaded: LoadedModel,
     cache: DynamicCache,
@@ -129,8 +143,7 @@ def generate(
     clock = clock or _Clock(loaded.device)
     started = now(loaded.device)
     model: Any = loaded.model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sampling.seed)
+    with _seeded(sampling):
         output = model.generate(
             input_ids=ids.to(loaded.device),
             attention_mask=mask.to(loaded.device),

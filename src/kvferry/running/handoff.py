@@ -275,11 +275,11 @@ class Handoff:
                 got=repr(arm),
                 next_step="choose one of them",
             )
+        if arm == "no_context":
+            body = body[:0]
         answering = self.source if arm == "source_native" else self.receiver
         reading = (
-            self.source
-            if arm in ("source_native", "transfer", "wrong_document")
-            else (self.receiver)
+            self.source if arm in ("source_native", "transfer", "wrong_document") else self.receiver
         )
         self._require_room(reading, int(body.numel()), 1)
         self._require_room(answering, int(body.numel()), 1)

@@ -70,6 +70,7 @@ class PromptLayout:
                 got=f"{len(prefix_ids)} tokens: {prefix!r}",
                 next_step="give the layout a longer instruction or a system message",
             )
+        _require_plain_pieces(tokenizer)
         return BoundLayout(self, tokenizer, prefix, middle, after, tuple(prefix_ids))
 
     def _render(self, tokenizer: Any) -> str:
@@ -183,6 +184,17 @@ class BoundLayout:
                 got=f"this layout ({self.identity[:16]})",
                 next_step="use the layout stored with the map, or fit a map for this one",
             )
+
+
+def _require_plain_pieces(tokenizer: Any) -> None:
+    """Refuse tokenizers that put a blank before whatever they are given."""
+    pieces = [*_encode(tokenizer, "a:", special=False), *_encode(tokenizer, "b", special=False)]
+    if (joined := tokenizer.decode(pieces)) != "a:b":
+        raise BadInput(
+            expected="a tokenizer whose pieces join to the text they came from",
+            got=f"{joined!r} for the pieces 'a:' and 'b'",
+            next_step="use a tokenizer that adds no blank before a text",
+        )
 
 
 def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:

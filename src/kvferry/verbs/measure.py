@@ -45,7 +45,7 @@ def measure(
     documents = read_corpus(corpus, section_chars=section_chars, column=column)
     say(documents.summary())
     loaded: dict[str, LoadedModel] = {}
-    readings = Readings(4)
+    readings = Readings(3 * n)  # a text is read once, also as another's wrong document
     handoffs = {}
     for folder in map:
         cache_map = CacheMap.from_pretrained(folder)
