@@ -319,3 +319,23 @@ def test_grouped_products_equal_the_layers_one_by_one(whole: Path, pair) -> None
         alone = ferry.map.layer(index, cache_features(cache))
         torch.testing.assert_close(layer.keys, alone.keys, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(layer.values, alone.values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+def test_rounded_weights_leave_no_offset(whole: Path, tmp_path: Path, stored: str) -> None:
+    """At the features' mean a stored map gives the target's mean, however coarse its weights."""
+    from dataclasses import replace
+
+    made = build_map(fit(whole, FitSettings()))
+    for name, target in made.targets.items():  # one feature with a mean of hundreds
+        assert target.center is not None
+        center = target.center.clone()
+        center[0] = 300.0
+        bias = target.bias + (target.center - center) @ target.weight
+        made.targets[name] = replace(target, center=center, bias=bias)
+    exact = {n: t.center @ t.weight + t.bias for n, t in made.targets.items()}
+    made.save_pretrained(tmp_path, stored=stored)  # type: ignore[arg-type]
+    for name, target in CacheMap.from_pretrained(tmp_path).targets.items():
+        torch.testing.assert_close(
+            target.center @ target.weight + target.bias, exact[name], rtol=1e-3, atol=2e-3
+        )

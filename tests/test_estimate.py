@@ -159,7 +159,8 @@ def fixed_figures(source: LightModel, receiver: LightModel) -> dict[str, str]:
     least = estimate.moments_bound_bytes(1, ours, theirs) / 1e9
     flops = estimate.read_flops(ours, source.body_parameters, 512)
     flops += estimate.read_flops(theirs, receiver.body_parameters, 512)
-    probe_rows = 12 * settings.chunk_tokens
+    probe_texts = settings.probe_texts + settings.probe_texts // 2
+    probe_rows = probe_texts * settings.chunk_tokens
     return {
         "parameters": f"{source.parameters / 1e9:.2f} and {receiver.parameters / 1e9:.2f} billion",
         "weights": f"{need.models_bytes / 1e9:.1f} GB in bfloat16",

@@ -137,7 +137,7 @@ def _solve_target(
     for split, moments in by_split.items():
         result.r2[split][name] = r_squared(moments, name, layers, weight, x_mean, y_mean)
     result.targets[name] = LinearTarget(
-        tuple(layers), weight.float(), fold(weight, x_mean, y_mean).float()
+        tuple(layers), weight.float(), fold(weight, x_mean, y_mean).float(), x_mean.float()
     )
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvferry.errors import BadInput, CorruptFile, HashMismatch, NotFinite, Unreachable, WrongPair
-from kvferry.maps.linear import GroupedProducts, LinearTarget, cache_features
+from kvferry.maps.linear import GroupedProducts, LinearTarget, cache_features, fold
 from kvferry.models.cache import CanonicalCache, LayerKV
 from kvferry.models.geometry import Geometry
 from kvferry.provenance import (
@@ -302,8 +302,17 @@ class CacheMap:
 
 
 def _pack(name: str, target: LinearTarget, kind: Stored) -> dict[str, Tensor]:
-    named = {f"{name}.bias": target.bias.detach().float().contiguous()}
     weight = target.weight.detach().float()
+    bias = target.bias.detach().float()
+    if target.center is None:
+        named = {f"{name}.bias": bias.contiguous()}
+    else:
+        # The output at the features' mean is stored, and the bias follows from the rounded weights.
+        center = target.center.detach().float()
+        named = {
+            f"{name}.center": center.contiguous(),
+            f"{name}.mean": fold(weight.double(), -center.double(), bias.double()).float(),
+        }
     if kind == "int8":
         # Rows are scaled to equal influence first, so that one scale an output serves them all.
         rows = weight.abs().mean(1).clamp_min(1e-12)
@@ -323,7 +332,11 @@ def _unpack(
     weight = tensors[f"{name}.weight"].float()
     if kind == "int8":
         weight = weight * tensors[f"{name}.row_scale"][:, None] * tensors[f"{name}.column_scale"]
-    return LinearTarget(layers, weight, tensors[f"{name}.bias"])
+    center = tensors.get(f"{name}.center")
+    if center is None:
+        return LinearTarget(layers, weight, tensors[f"{name}.bias"])
+    bias = fold(weight.double(), center.double(), tensors[f"{name}.mean"].double()).float()
+    return LinearTarget(layers, weight, bias, center)
 
 
 def _check_shapes(cache_map: CacheMap) -> None:

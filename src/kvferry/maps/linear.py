@@ -40,11 +40,15 @@ class LinearTarget:
         layers: source layers whose features it takes, in the weight's order.
         weight: ``[k F, W]``.
         bias: ``[W]``.
+        center: the features' mean in the fit, ``[k F]``, or ``None`` for a map that was not fitted.
+            Rounded weights need it: some key dims of real models have means of hundreds, and a
+            rounding error times such a mean would be an offset in every output.
     """
 
     layers: tuple[int, ...]
     weight: Tensor
     bias: Tensor
+    center: Tensor | None = None
 
     def apply(self, features: list[Tensor]) -> Tensor:
         """``[T, W]`` from per-layer features ``[T, F]``."""
@@ -57,7 +61,8 @@ class LinearTarget:
 
     def to(self, device: torch.device) -> LinearTarget:
         """The same map on another device."""
-        return LinearTarget(self.layers, self.weight.to(device), self.bias.to(device))
+        center = None if self.center is None else self.center.to(device)
+        return LinearTarget(self.layers, self.weight.to(device), self.bias.to(device), center)
 
     @property
     def multiply_adds(self) -> int:
