@@ -56,9 +56,10 @@ def main() -> NoReturn:
         for line in error.lines():
             say("  " + line)
         sys.exit(2)
-    except KeyboardInterrupt:
-        say("interrupted; what was finished is kept, the same command resumes where it can")
-        sys.exit(130)
+    except SystemExit as ended:
+        if ended.code == 130:  # Ctrl-C
+            say("interrupted; what was finished is kept, and the same command resumes from there")
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS):
             raise

@@ -289,7 +289,7 @@ def capture(
             "code": code,
         },
     )
-    return header
+    return store.header()
 
 
 def _plan(
