@@ -216,21 +216,28 @@ def score(
         first = logits[0, -1].float().log_softmax(-1)
         held += int(tail.numel())
         results = []
-        for continuation in continuations:
+        longest = max(int(c.numel()) for c in continuations) - 1
+        steps = None
+        if longest:
+            # One batch, padded behind: what stands behind a token can't change it.
+            ids = torch.zeros((len(continuations), longest), dtype=torch.int64)
+            for row, continuation in enumerate(continuations):
+                ids[row, : continuation.numel() - 1] = continuation[:-1]
+            positions = torch.arange(held, held + longest, device=loaded.device)
+            steps, _ = forward(
+                model,
+                ids.to(loaded.device),
+                positions.expand(len(continuations), -1),
+                cache=fork(model, read, batch=len(continuations)),
+                logits=0,
+            )
+        for row, continuation in enumerate(continuations):
             ids = continuation.to(loaded.device)
             parts = [first[ids[:1]]]
             if ids.numel() > 1:
-                positions = torch.arange(held, held + ids.numel() - 1, device=loaded.device)
-                logits, _ = forward(
-                    model,
-                    ids[None, :-1],
-                    positions[None],
-                    cache=fork(model, read),
-                    logits=0,
-                )
-                assert logits is not None
-                steps = logits[0].float().log_softmax(-1)
-                parts.append(steps.gather(1, ids[1:, None])[:, 0])
+                assert steps is not None
+                found = steps[row, : ids.numel() - 1].float().log_softmax(-1)
+                parts.append(found.gather(1, ids[1:, None])[:, 0])
             results.append(torch.cat(parts).cpu())
     if any(bool(torch.isnan(found).any()) for found in results):
         raise _nan_logits()

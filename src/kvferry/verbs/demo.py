@@ -104,10 +104,10 @@ def run(
     from kvferry.terminal import progress, say
 
     rows = passages()[:count]
-    sampling = Sampling(max_new_tokens=20)
+    sampling = Sampling(max_new_tokens=12)
     items: dict[str, list[dict[str, Any]]] = {name: [] for name in ferries}
-    # The control's cache of a passage's partner: the passage before it (the last for the first).
-    kept: dict[tuple[str, str], Any] = {}
+    # A wrong document is the passage before (the last for the first).
+    known: dict[tuple[str, str], Any] = {}
     started = time.monotonic()
     caveats = []
     with progress("demo", total=len(rows) * len(ferries), unit="passages") as advance:
@@ -118,7 +118,7 @@ def run(
                 break
             other = rows[index - 1]
             for name, ferry in ferries.items():
-                items[name].append(_item(ferry, name, row, other, sampling, kept))
+                items[name].append(_item(ferry, row, other, sampling, known))
                 advance(1)
     n = len(items[FORWARD])
     caveats += [
@@ -139,25 +139,24 @@ def run(
 
 def _item(
     ferry: Handoff,
-    name: str,
     row: dict[str, Any],
     other: dict[str, Any],
     sampling: Any,
-    kept: dict[tuple[str, str], Any],
+    known: dict[tuple[str, str], Any],
 ) -> dict[str, Any]:
-    answers = {}
+    """One question to every arm; ``known`` has what the other direction or passage gave already."""
+    answers: dict[str, Any] = {}
     for arm in ARM_ORDER:
-        if arm == "wrong_document" and (name, other["id"]) in kept:
-            held = kept[name, other["id"]]
+        native = ferry.source if arm == "source_native" else ferry.receiver
+        key = (native.spec, row["id"])
+        if arm in ("source_native", "receiver_native") and key in known:
+            answers[arm] = known[key]  # the same model on the same text and question
+            continue
+        mapped = (ferry.map.identity, (other if arm == "wrong_document" else row)["id"])
+        if arm == "wrong_document" and mapped in known:
+            held = known[mapped]
         else:
-            held = ferry.hand_over(
-                row["passage"],
-                arm=arm,
-                other_context=other["passage"],
-            )
-        if arm == "transfer":
-            kept.clear() if len(kept) > 4 else None
-            kept[name, row["id"]] = held
+            held = ferry.hand_over(row["passage"], arm=arm, other_context=other["passage"])
         answer = ferry.answer(held, [row["question"]], sampling=sampling)[0]
         scores = ferry.score_options(held, row["question"], row["options"])
         answers[arm] = {
@@ -168,6 +167,10 @@ def _item(
             "parts": answer.timings,
             "tokens_per_s": answer.decode_tokens_per_s,
         }
+        if arm in ("source_native", "receiver_native"):
+            known[key] = answers[arm]
+        elif arm == "transfer":
+            known[mapped] = held
     return {"row": row, "answers": answers}
 
 

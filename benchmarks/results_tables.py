@@ -1,0 +1,139 @@
+"""The tables of docs/results.md, made from the records in results/ alone.
+
+python benchmarks/results_tables.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvferry.fitting.fidelity import summarise
+
+ROOT = Path(__file__).resolve().parent.parent / "results"
+
+
+def load(name: str) -> Any:
+    return json.loads((ROOT / name).read_text(encoding="utf-8"))
+
+
+def fidelity(folder: str) -> list[str]:
+    summary = summarise(ROOT / folder)
+    asked = summary["settings"]
+    lines = []
+    for name, entry in summary["maps"].items():
+        lines += [
+            f"**{name}** on {summary['label']}, n = {entry['n']} documents, "
+            f"{asked['context_tokens']} + {asked['target_tokens']} tokens",
+            "",
+            "| arm or control | NLL | recovered | 95 % | top-1 | cosine | KL |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for variant, nll in entry["nll"].items():
+            r = entry["recovered"].get(variant)
+            cells = [
+                variant,
+                f"{nll:.3f}",
+                f"{r['value']:.2f}" if r else "-",
+                f"{r['low']:.2f} … {r['high']:.2f}" if r else "-",
+                *(
+                    f"{entry[key][variant]:.2f}" if variant in entry[key] else "-"
+                    for key in ("top1_agreement", "attention_cosine", "kl_nats")
+                ),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+        for test, value in entry["paired"].items():
+            lines.append(
+                f"- {test.replace('_', ' ')}: {value['better']} of {value['n']} documents, "
+                f"Wilcoxon one-sided p = {value['wilcoxon_one_sided_p']:.2g}"
+            )
+        lines.append("")
+    return lines
+
+
+def bench(name: str) -> list[str]:
+    record = load(name)
+    lines = [
+        f"**{record['source']} → {record['receiver']}**, medians of {record['repeats']} in ms",
+        "",
+        "| tokens | arm | TTFT | spread | source | prefill | map | inject | tail | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["lengths"]:
+        for arm, spans in row["arms"].items():
+            ttft = spans["ttft"]
+            parts = [
+                f"{spans[p]['median']:.0f}" if p in spans else "-"
+                for p in ("source_prefill", "prefill", "map", "inject", "tail")
+            ]
+            lines.append(
+                f"| {row['context_tokens']} | {arm} | {ttft['median']:.0f} | "
+                f"{ttft['min']:.0f} … {ttft['max']:.0f} | {' | '.join(parts)} | "
+                f"{spans['decode_tokens_per_s']['median']:.1f} |"
+            )
+    lines.append("")
+    for row in record["lengths"]:
+        arms = row["arms"]
+        added = arms["transfer"]["map"]["median"] + arms["transfer"]["inject"]["median"]
+        share = 100 * added / arms["receiver_native"]["prefill"]["median"]
+        lines.append(
+            f"- {row['context_tokens']} tokens: map + inject {added:.0f} ms = {share:.1f} % of "
+            "the receiver's prefill"
+        )
+    ratio = record["map_over_products"]
+    lines.append(
+        f"- the map over its bare matrix products at {ratio['tokens']} tokens: "
+        f"{ratio['ratio']:.2f} (median of {ratio['repeats']} pairs)"
+    )
+    return [*lines, ""]
+
+
+def demo(name: str) -> list[str]:
+    lines = []
+    for d in load(name)["directions"]:
+        lines += [
+            f"**{d['source']} reads, {d['receiver']} answers**, n = {d['rows'][0]['n']} questions",
+            "",
+            "| arm or control | options | 95 % | free text | TTFT ms | tokens/s |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in d["rows"]:
+            lines.append(
+                f"| {row['arm']} | {row['correct_choice']}/{row['n']} | "
+                f"{row['low']:.2f} … {row['high']:.2f} | {row['correct_text']}/{row['n']} | "
+                f"{row['ttft_ms_median']:.0f} | {row['decode_tokens_per_s']:.1f} |"
+            )
+        lines.append("")
+    return lines
+
+
+def sweep(name: str) -> list[str]:
+    lines = ["| direction | k | K fit | K test | V fit | V test |", "|---|---|---|---|---|---|"]
+    for row in load(name)["rows"]:
+        fit, test = row["r2_fit"], row["r2_test"]
+        lines.append(
+            f"| {row['direction']} | {row['k']} | {fit['K']:.3f} | {test['K']:.3f} | "
+            f"{fit['V']:.3f} | {test['V']:.3f} |"
+        )
+    return [*lines, ""]
+
+
+def main() -> None:
+    for title, make, name in (
+        ("Anatomy", fidelity, "measure-anatomy"),
+        ("Anatomy, tail of 32", fidelity, "measure-anatomy-tail32"),
+        ("WikiText-2", fidelity, "measure-wikitext"),
+        ("Demo", demo, "demo/demo.json"),
+        ("Time", bench, "bench-0.5b-to-1.5b.json"),
+        ("Time, other direction", bench, "bench-1.5b-to-0.5b.json"),
+        ("R2", sweep, "k_sweep.json"),
+    ):
+        if (ROOT / name).exists():
+            print(f"<!-- {title}: {name} -->\n")
+            print("\n".join(make(name)))
+
+
+if __name__ == "__main__":
+    main()
