@@ -9,11 +9,13 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from kvferry.errors import BadInput, CorruptFile, HashMismatch, NotFinite, OutOfSpace, WrongPair
 from kvferry.fitting import capture_store
@@ -339,3 +341,22 @@ def test_rounded_weights_leave_no_offset(whole: Path, tmp_path: Path, stored: st
         torch.testing.assert_close(
             target.center @ target.weight + target.bias, exact[name], rtol=1e-3, atol=2e-3
         )
+
+
+def test_two_captures_into_one_folder(pair, corpus: Corpus, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    folder = tmp_path / "capture"
+    folder.mkdir()
+    (folder / ".moments.safetensors.x1.part").write_bytes(b"left by a kill")
+    with FileLock(folder / ".lock"), pytest.raises(BadInput, match="another process"):
+        capture(*pair, corpus, SETTINGS, folder)
+    capture(*pair, corpus, SETTINGS, folder)
+    assert not list(folder.glob(".*.part"))
+
+
+def test_merge_refuses_another_chunk_length(
+    pair, corpus: Corpus, whole: Path, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    other = replace(SETTINGS, chunk_tokens=32)
+    capture(*pair, corpus, other, tmp_path / "short", plan_from=whole)
+    with pytest.raises(WrongPair, match="chunk length"):
+        merge_captures([whole, tmp_path / "short"], tmp_path / "merged")

@@ -87,6 +87,7 @@ def test_equal_captures_are_equal_byte_for_byte(
     run(pair, corpus, tmp_path / "again")
     assert same_bytes(tmp_path / "again", whole)
     assert sorted(p.name for p in whole.iterdir()) == [
+        ".lock",
         "capture.json",
         "identity.json",
         "moments.safetensors",

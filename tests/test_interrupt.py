@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,20 @@ from pathlib import Path
 from tests.test_capture import write_texts
 
 SCRIPT = """
-import sys
+import os, signal, sys
 from kvferry.models import load
 from tests.small_pair import loaded
 pair = {"small": loaded("qwen2", layers=2), "large": loaded("llama", seed=1)}
 load.load_model = lambda spec, **_: pair[spec]
+from kvferry.fitting.capture import PairReader
+read, count = PairReader.read, 0
+def read_and_interrupt(self, item):
+    global count
+    count += 1
+    if count == int(os.environ.get("INTERRUPT_AT", "0")):
+        signal.raise_signal(signal.SIGINT)  # as Ctrl-C does, at a known text
+    return read(self, item)
+PairReader.read = read_and_interrupt
 from kvferry.cli import main
 main()
 """
@@ -28,27 +36,22 @@ def test_ctrl_c_in_a_capture_and_going_on(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     environment["PYTHONHASHSEED"] = "0"
 
-    def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(interrupt_at: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [sys.executable, "-c", SCRIPT, *arguments],
             cwd=tmp_path,
-            env=environment,
+            env={**environment, "INTERRUPT_AT": str(interrupt_at)},
             text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
+            timeout=120,
+            check=False,
         )
 
-    with start() as running:
-        assert running.stderr is not None
-        for line in running.stderr:
-            if line.startswith("moments:"):
-                running.send_signal(signal.SIGINT)
-                break
-        _, rest = running.communicate(timeout=60)
-    assert running.returncode == 130, rest
-    assert "interrupted" in rest
-    assert "Traceback" not in rest
-    with start() as again:
-        out, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
-    assert '"moments_sha256"' in out
+    stopped = start(100)
+    assert stopped.returncode == 130, stopped.stderr
+    assert "interrupted" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert not (tmp_path / "capture" / "capture.json").exists()
+    again = start(0)
+    assert again.returncode == 0, again.stderr
+    assert '"moments_sha256"' in again.stdout

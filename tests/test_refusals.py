@@ -147,3 +147,11 @@ def test_the_command_line_refuses_without_a_traceback(arguments: list[str], tmp_
 def test_errors_have_three_lines() -> None:
     lines = KvferryError(expected="a", got="b", next_step="c").lines()
     assert [line.split()[0] for line in lines] == ["expected", "got", "next"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": float("nan")}, {"temperature": -1.0}, {"seed": 2**70}]
+)
+def test_sampling_that_no_generator_takes(options: dict) -> None:  # type: ignore[type-arg]
+    with pytest.raises(BadInput, match="temperature of 0 or more"):
+        Sampling(**options)

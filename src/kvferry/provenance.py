@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import CorruptFile, OutOfSpace
+from kvferry.errors import BadInput, CorruptFile, OutOfSpace
 
 _CHUNK_BYTES = 1 << 22
 
@@ -71,6 +71,37 @@ def atomic_path(path: Path) -> Iterator[Path]:
         if "No space left" in str(error):  # safetensors wraps the system error in its own
             raise disk_full(path) from error
         raise
+
+
+@contextmanager
+def sole_writer(folder: Path, what: str) -> Iterator[None]:
+    """Only one process at a time may write a folder; clears what a killed one left half-written.
+
+    Args:
+        folder: made if absent.
+        what: the work, for the message.
+
+    Raises:
+        BadInput: another process is at work in it.
+    """
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    held = FileLock(folder / ".lock")
+    try:
+        held.acquire(timeout=0)
+    except Timeout as error:
+        raise BadInput(
+            expected=f"no other {what} at work in {folder}",
+            got="another process that is writing there",
+            next_step="wait for it, or choose another --out",
+        ) from error
+    try:
+        for left in folder.glob(".*.part"):
+            left.unlink(missing_ok=True)
+        yield
+    finally:
+        held.release()
 
 
 def disk_full(path: Path) -> OutOfSpace:

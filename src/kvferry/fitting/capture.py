@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvferry.errors import BadInput, ContextTooLong
-from kvferry.fitting.capture_store import CaptureStore
+from kvferry.fitting.capture_store import CaptureStore, MomentsTable
 from kvferry.fitting.corpus import SPLITS, Corpus
 from kvferry.fitting.moments import Candidates, Moments, moments_bytes, target_key
 from kvferry.fitting.selection import choose_layers
@@ -27,7 +27,14 @@ from kvferry.models.alignment import require_same_tokens
 from kvferry.models.cache import CanonicalCache, read
 from kvferry.models.geometry import Geometry, require_supported
 from kvferry.models.load import LoadedModel
-from kvferry.provenance import code_version, machine, sha256_text, sorted_json, write_json
+from kvferry.provenance import (
+    code_version,
+    machine,
+    sha256_text,
+    sole_writer,
+    sorted_json,
+    write_json,
+)
 from kvferry.running.prompt import BoundLayout, PromptLayout
 from kvferry.terminal import progress, say
 
@@ -191,6 +198,7 @@ def capture(
 
     Raises:
         WrongPair: the folder holds a capture with other settings.
+        BadInput: another process is capturing into the folder.
         TokenizerMismatch: the models number text differently.
         ContextTooLong: a chunk beyond a model's limit.
         NotFinite: an activation is NaN or infinite.
@@ -210,14 +218,66 @@ def capture(
                 next_step="choose a smaller --chunk-tokens",
             )
     identity = _identity(source, receiver, corpus, settings, bound, items, plan_from)
-    store = CaptureStore(folder, identity)
-    if store.finished:
-        say(f"{folder}: already complete, nothing to do")
+    with sole_writer(folder, "capture"):
+        store = CaptureStore(folder, identity)
+        if store.finished:
+            say(f"{folder}: already complete, nothing to do")
+            return store.header()
+        reader = PairReader((source, receiver), bound)
+        started, code = time.perf_counter(), code_version()
+        directions = DIRECTIONS if settings.both_directions else DIRECTIONS[:1]
+        plan, probed = _plan(reader, items, directions, settings, store, plan_from)
+        moments = _read_all(reader, items, plan, probed, store, checkpoint_s, after_item)
+        header = {
+            "format": "kvferry-capture-1",
+            "identity": identity,
+            "source": _model_header(source),
+            "receiver": _model_header(receiver),
+            "layout": bound.layout.to_dict(),
+            "layout_identity": bound.identity,
+            "prefix_ids": list(bound.prefix_ids),
+            "settings": {**asdict(settings), "shard": list(settings.shard)},
+            "corpus": {
+                "identity": corpus.identity,
+                "sources": [Path(s).name for s in corpus.sources],
+                "documents": corpus.counts,
+                "empty_rows": corpus.empty_rows,
+                "duplicates": corpus.duplicates,
+            },
+            "directions": [d.name for d in directions],
+            "plan": plan,
+            "rows": {
+                s: sum(int(i.token_ids.numel()) for i in items if i.split == s) for s in SPLITS
+            },
+            "items": [item.row() for item in items],
+        }
+        store.finish(moments, header)
+        tokens = sum(int(item.token_ids.numel()) for item in items[store.items_done :])
+        write_json(
+            folder / "timing.json",
+            {
+                "forward_s": round(reader.forward_s, 3),
+                "total_s": round(time.perf_counter() - started, 3),
+                "tokens_read_this_run": tokens,
+                "note": "this run only: a resumed capture counts what it did after resuming",
+                "machine": machine(),
+                "code": code,
+            },
+        )
         return store.header()
-    reader = PairReader((source, receiver), bound)
-    directions = DIRECTIONS if settings.both_directions else DIRECTIONS[:1]
-    started, code = time.perf_counter(), code_version()
-    plan, probed = _plan(reader, items, directions, settings, store, plan_from)
+
+
+def _read_all(
+    reader: PairReader,
+    items: list[Item],
+    plan: dict[str, Candidates],
+    probed: dict[int, tuple[CanonicalCache, CanonicalCache]],
+    store: CaptureStore,
+    checkpoint_s: float,
+    after_item: Callable[[int], None] | None,
+) -> MomentsTable:
+    """Sums over all texts, from the last checkpoint on."""
+    directions = [d for d in DIRECTIONS if d.name in plan]
     widths = [2 * g.layers[0].width for g in map(_geometry, reader.models)]
     moments = store.load_moments(plan)
     if moments is None:
@@ -253,43 +313,7 @@ def capture(
             if complete:  # else half of a text's products are in: the last checkpoint stands
                 store.save_moments(moments, done)
             raise
-    header = {
-        "format": "kvferry-capture-1",
-        "identity": identity,
-        "source": _model_header(source),
-        "receiver": _model_header(receiver),
-        "layout": bound.layout.to_dict(),
-        "layout_identity": bound.identity,
-        "prefix_ids": list(bound.prefix_ids),
-        "settings": {**asdict(settings), "shard": list(settings.shard)},
-        "corpus": {
-            "identity": corpus.identity,
-            "sources": [Path(s).name for s in corpus.sources],
-            "documents": corpus.counts,
-            "empty_rows": corpus.empty_rows,
-            "duplicates": corpus.duplicates,
-        },
-        "directions": [d.name for d in directions],
-        "plan": plan,
-        "rows": {
-            s: sum(t for t, i in zip(tokens, items, strict=True) if i.split == s) for s in SPLITS
-        },
-        "items": [item.row() for item in items],
-    }
-    store.finish(moments, header)
-    total_s = time.perf_counter() - started
-    write_json(
-        folder / "timing.json",
-        {
-            "forward_s": round(reader.forward_s, 3),
-            "total_s": round(total_s, 3),
-            "tokens_read_this_run": sum(tokens[store.items_done :]),
-            "note": "this run only: a resumed capture counts what it did after resuming",
-            "machine": machine(),
-            "code": code,
-        },
-    )
-    return store.header()
+    return moments
 
 
 def _plan(

@@ -173,10 +173,12 @@ def merge_captures(folders: list[Path], out: Path) -> dict[str, Any]:
 
 
 def _require_mergeable(first: dict[str, Any], other: dict[str, Any], folder: Path) -> None:
+    first, other = ({**h, "chunk_tokens": h["settings"]["chunk_tokens"]} for h in (first, other))
     for key, name in (
         ("source", "source"),
         ("receiver", "receiver"),
         ("layout_identity", "prompt layout"),
+        ("chunk_tokens", "chunk length"),
         ("plan", "choice of source layers"),
     ):
         if first[key] != other[key]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,7 +202,8 @@ def _rows(path: Path, text: str, column: str) -> Iterator[str]:
 
 
 def _hub_texts(spec: str, column: str) -> Iterator[str]:
-    _, name, *rest = spec.split(":")
+    # A colon inside brackets belongs to a slice, as in hf:NAME:train[:1000].
+    _, name, *rest = re.split(r":(?![^\[]*\])", spec)
     split = rest[0] if rest and rest[0] else "train"
     field_name = rest[1] if len(rest) > 1 else column
     try:

@@ -30,8 +30,10 @@ from kvferry.provenance import (
     machine,
     read_json,
     sha256_text,
+    sole_writer,
     sorted_json,
     write_json,
+    write_text,
 )
 from kvferry.running.handoff import Handoff, Held
 from kvferry.terminal import progress
@@ -43,6 +45,7 @@ VARIANTS = (
     "transfer",
     "transfer_without_anchors",
     "wrong_document",
+    "receiver_native_wrong_document",
 )
 
 
@@ -111,8 +114,24 @@ def measure(
     """
     partners = wrong_documents(len(texts), settings.seed)
     header = _header(handoffs, texts, settings, label, arguments)
-    records_path = _start(folder, header)
-    done = {(r["map"], r["doc_id"]) for r in read_records(records_path)}
+    with sole_writer(folder, "measurement"):
+        _measure_all(handoffs, texts, partners, settings, _start(folder, header))
+        summary = summarise(folder)
+        write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _measure_all(
+    handoffs: dict[str, Handoff],
+    texts: list[tuple[Document, Tensor]],
+    partners: list[int],
+    settings: FidelitySettings,
+    records_path: Path,
+) -> None:
+    kept = read_records(records_path)
+    # A kill may have cut the last line; written anew, the next record starts a line of its own.
+    write_text(records_path, "".join(map(_line, kept)))
+    done = {(r["map"], r["doc_id"]) for r in kept}
     total = len(texts) * len(handoffs)
     with progress("measure", total=total, unit="texts", done=float(len(done))) as advance:
         for index, (document, ids) in enumerate(texts):
@@ -129,11 +148,12 @@ def measure(
                     "seconds": round(time.perf_counter() - started, 3),
                 }
                 with records_path.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(row, sort_keys=True, allow_nan=False) + "\n")
+                    stream.write(_line(row))
                 advance(1)
-    summary = summarise(folder)
-    write_json(folder / "summary.json", summary)
-    return summary
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -166,19 +186,19 @@ def summarise(folder: Path) -> dict[str, Any]:
     maps: dict[str, Any] = {}
     for name in sorted({r["map"] for r in records}):
         rows = [r for r in records if r["map"] == name]
-        nll = {v: np.array([r["nll"][v] for r in rows]) for v in VARIANTS}
+        nll = {v: np.array([r["nll"][v] for r in rows]) for v in VARIANTS if v in rows[0]["nll"]}
         benefit = nll["no_context"] - nll["receiver_native"]
         entry: dict[str, Any] = {
             "n": len(rows),
-            "nll": {v: float(nll[v].mean()) for v in VARIANTS},
+            "nll": {v: float(nll[v].mean()) for v in nll},
             "recovered": {},
             "top1_agreement": _means(rows, "top1"),
             "kl_nats": _means(rows, "kl"),
             "attention_cosine": _means(rows, "cosine"),
             "paired": {},
         }
-        for variant in VARIANTS[1:]:
-            if variant == "no_context":
+        for variant in nll:
+            if variant in ("receiver_native", "no_context"):
                 continue
             gain = nll["no_context"] - nll[variant]
             entry["recovered"][variant] = _ratio(gain, benefit, header["settings"])
@@ -219,6 +239,7 @@ def _one(
         "transfer": handoff.hand_over_ids(body, arm="transfer"),
         "transfer_without_anchors": handoff.without_anchors().hand_over_ids(body, arm="transfer"),
         "wrong_document": handoff.hand_over_ids(wrong, arm="wrong_document"),
+        "receiver_native_wrong_document": handoff.hand_over_ids(wrong, arm="receiver_native"),
     }
     row: dict[str, Any] = {"nll": {}, "top1": {}, "kl": {}, "cosine": {}}
     native, native_outputs = _continue(held["receiver_native"], tail)

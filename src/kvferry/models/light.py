@@ -143,10 +143,10 @@ def _config(path: Path, spec: str) -> tuple[Any, str | None]:
             got=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             next_step="copy or download the folder again",
         ) from error
-    from kvferry.models.load import _require_causal
+    from kvferry.models.load import require_causal
 
     try:
-        _require_causal(config, spec)
+        require_causal(config, spec)
     except UnsupportedGeometry as error:
         return config, f"not a text-only causal language model: {error.got}"
     return config, None

@@ -125,7 +125,7 @@ def load_model(
     kind = _dtype(dtype, place)
     folder = locate(spec)
     config = load_config(folder)
-    _require_causal(config, spec)
+    require_causal(config, spec)
     tokenizer = load_tokenizer(folder)
     model = _read_weights(folder.path, kind, attn_implementation).to(place)
     model.eval()
@@ -182,7 +182,12 @@ def _quiet_loading() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _require_causal(config: PretrainedConfig, spec: str) -> None:
+def require_causal(config: PretrainedConfig, spec: str) -> None:
+    """Refuse models of more than text, encoder-decoders and classes without a causal head.
+
+    Raises:
+        UnsupportedGeometry: with what it is.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     foreign = [name for name in _FOREIGN_PARTS if getattr(config, name, None) is not None]

@@ -7,6 +7,7 @@ cache ends, padded or not.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,10 +58,16 @@ class Sampling:
                 got=f"max_new_tokens {self.max_new_tokens}, top_p {self.top_p}",
                 next_step="choose e.g. 64 tokens and top_p 1",
             )
+        if not (0.0 <= self.temperature < math.inf and 0 <= self.seed < 2**63):
+            raise BadInput(
+                expected="a finite temperature of 0 or more, and a seed from 0 to 2^63 - 1",
+                got=f"temperature {self.temperature}, seed {self.seed}",
+                next_step="choose e.g. temperature 0 for greedy, seed 0",
+            )
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for ``generate``; the model's own sampling defaults are switched off."""
-        greedy = self.temperature <= 0
+        greedy = self.temperature == 0
         return {
             "max_new_tokens": self.max_new_tokens,
             "min_new_tokens": self.min_new_tokens or None,
