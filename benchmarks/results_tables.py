@@ -1,11 +1,17 @@
-"""The tables of docs/results.md, made from the records in results/ alone.
+"""The tables of README.md and docs/results.md, made from the records in results/ alone.
 
-python benchmarks/results_tables.py
+    python benchmarks/results_tables.py [--check]
+
+Rewrites what stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; with --check writes
+nothing and ends with 1 if a page differs from its records.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +96,27 @@ def bench(name: str) -> list[str]:
     return [*lines, ""]
 
 
+def ttft(_: str) -> list[str]:
+    lines = [
+        "| source → receiver | context tokens | receiver_native | transfer | source_native | "
+        "map + inject over the receiver's prefill |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("bench-0.5b-to-1.5b.json", "bench-1.5b-to-0.5b.json"):
+        record = load(name)
+        for row in record["lengths"]:
+            arms = row["arms"]
+            median = {arm: spans["ttft"]["median"] for arm, spans in arms.items()}
+            added = arms["transfer"]["map"]["median"] + arms["transfer"]["inject"]["median"]
+            share = 100 * added / arms["receiver_native"]["prefill"]["median"]
+            lines.append(
+                f"| {record['source']} → {record['receiver']} | {row['context_tokens']} | "
+                f"{median['receiver_native']:.0f} | {median['transfer']:.0f} | "
+                f"{median['source_native']:.0f} | {share:.1f} % |"
+            )
+    return lines
+
+
 def demo(name: str) -> list[str]:
     lines = []
     for d in load(name)["directions"]:
@@ -120,20 +147,73 @@ def sweep(name: str) -> list[str]:
     return [*lines, ""]
 
 
-def main() -> None:
-    for title, make, name in (
-        ("Anatomy", fidelity, "measure-anatomy"),
-        ("Anatomy, tail of 32", fidelity, "measure-anatomy-tail32"),
-        ("WikiText-2", fidelity, "measure-wikitext"),
-        ("Demo", demo, "demo/demo.json"),
-        ("Time", bench, "bench-0.5b-to-1.5b.json"),
-        ("Time, other direction", bench, "bench-1.5b-to-0.5b.json"),
-        ("R2", sweep, "k_sweep.json"),
-    ):
-        if (ROOT / name).exists():
-            print(f"<!-- {title}: {name} -->\n")
-            print("\n".join(make(name)))
+def brief(folder: str) -> list[str]:
+    summary = summarise(ROOT / folder)
+    lines = []
+    for name, entry in summary["maps"].items():
+        r = {k: v["value"] for k, v in entry["recovered"].items()}
+        t = entry["recovered"]["transfer"]
+        lines.append(
+            f"| {name} | {summary['label']} | {entry['n']} | **{t['value']:.2f}** "
+            f"({t['low']:.2f} … {t['high']:.2f}) | {r['wrong_document']:.2f} | "
+            f"{r['receiver_native_wrong_document']:.2f} | {r['transfer_without_anchors']:.2f} | "
+            f"{r['source_native']:.2f} |"
+        )
+    return lines
+
+
+def recovered(_: str) -> list[str]:
+    head = [
+        "| map | text | n | transfer (95 %) | wrong document | the same, read natively | "
+        "without anchors | source |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return [*head, *brief("measure-anatomy"), *brief("measure-wikitext")]
+
+
+def speed(name: str) -> list[str]:
+    r = load(name)
+    return [
+        f"Capture ran at {100 * r['ratio']:.1f} % of the plain forward speed "
+        f"({100 * r['ratio_min']:.1f} … {100 * r['ratio_max']:.1f} % over {r['n']} texts of "
+        f"512 tokens, k up to {r['k_max']}, one direction)."
+    ]
+
+
+TABLES: dict[str, tuple[Callable[[str], list[str]], str]] = {
+    "recovered": (recovered, ""),
+    "ttft": (ttft, ""),
+    "anatomy": (fidelity, "measure-anatomy"),
+    "anatomy-tail32": (fidelity, "measure-anatomy-tail32"),
+    "wikitext": (fidelity, "measure-wikitext"),
+    "demo": (demo, "demo/demo.json"),
+    "bench-forward": (bench, "bench-0.5b-to-1.5b.json"),
+    "bench-backward": (bench, "bench-1.5b-to-0.5b.json"),
+    "capture-speed": (speed, "capture_speed.json"),
+    "k-sweep": (sweep, "k_sweep.json"),
+}
+BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def render(match: re.Match[str]) -> str:
+    make, name = TABLES[match[1]]
+    body = "\n".join(make(name)).strip()
+    return f"<!-- table: {match[1]} -->\n\n{body}\n\n<!-- end -->"
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for page in (ROOT.parent / "README.md", ROOT.parent / "docs" / "results.md"):
+        text = page.read_text(encoding="utf-8")
+        made = BLOCK.sub(render, text)
+        if made != text:
+            stale.append(page.name)
+            if not check:
+                page.write_text(made, encoding="utf-8")
+    print(f"{'differ' if check else 'written'}: {', '.join(stale) or 'none'}")
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
