@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kvferry.errors import BadInput, HashMismatch, WrongPair
-from kvferry.fitting.train import Asked, TuneSettings, TuneText, tune
+from kvferry.fitting.train import TuneSettings, TuneText, tune
 from kvferry.maps.cache_map import CacheMap
 from kvferry.maps.corrector import KINDS, Corrector, CorrectorConfig
+from kvferry.running.choices import Asked
 from kvferry.running.handoff import Handoff
 from kvferry.running.readings import Readings
 from tests.small_pair import loaded, random_map

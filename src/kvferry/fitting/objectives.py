@@ -12,31 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvferry.models.cache import cache_argument, fork
-from kvferry.models.load import LoadedModel
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What follows a context: read ``tail``, then be scored on ``answer``, both ``[n]`` int64."""
-
-    tail: Tensor
-    answer: Tensor
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A model's outputs at the positions that predict the answers' tokens.
-
-    Attributes:
-        logits: ``[N, vocab]``.
-        hidden: last hidden states ``[N, hidden]``, before the output projection.
-    """
-
-    logits: Tensor
-    hidden: Tensor
+from kvferry.running.choices import Answered
 
 
 @dataclass(frozen=True)
@@ -54,35 +31,6 @@ class Batch:
     student: Answered
     receiver: Answered | None
     source: Answered | None
-
-
-def answer_all(loaded: LoadedModel, cache: DynamicCache, rows: list[Continuation]) -> Answered:
-    """One forward pass over all continuations on one cache, logits only where they are scored.
-
-    Padding stands behind, where it can't change what comes before.
-    """
-    model = loaded.model
-    joined = [torch.cat((row.tail, row.answer[:-1])) for row in rows]
-    width = max(int(ids.numel()) for ids in joined)
-    ids = torch.zeros((len(rows), width), dtype=torch.int64)
-    for place, one in enumerate(joined):
-        ids[place, : one.numel()] = one
-    held = int(cache.get_seq_length())
-    positions = torch.arange(held, held + width, device=loaded.device).expand(len(rows), -1)
-    body = model.get_decoder()
-    output = body(
-        input_ids=ids.to(loaded.device),
-        position_ids=positions,
-        use_cache=True,
-        **{cache_argument(body): fork(model, cache, batch=len(rows))},
-    )
-    picked = torch.cat(
-        [
-            output.last_hidden_state[place, one.numel() - row.answer.numel() : one.numel()]
-            for place, (one, row) in enumerate(zip(joined, rows, strict=True))
-        ]
-    )
-    return Answered(model.get_output_embeddings()(picked), picked)
 
 
 def answers(batch: Batch) -> Tensor:

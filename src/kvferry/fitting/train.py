@@ -22,46 +22,25 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DynamicCache
 
 from kvferry.errors import BadInput, NotFinite, WrongPair
-from kvferry.fitting.objectives import OBJECTIVES, Batch, Continuation, answer_all
+from kvferry.fitting.objectives import OBJECTIVES, Batch
 from kvferry.maps.corrector import Corrector, CorrectorConfig
 from kvferry.maps.linear import cache_features
-from kvferry.models.load import LoadedModel
 from kvferry.provenance import atomic_path, sha256_text, sole_writer, sorted_json, write_json
-from kvferry.running.decode import score
+from kvferry.running.choices import Asked, answer_all, choices
 from kvferry.running.handoff import Handoff
 from kvferry.terminal import progress, say
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question about a text, as token ids.
-
-    Attributes:
-        tail: question and cue, ``[Q]`` int64.
-        options: continuations to choose from; one alone for free text.
-        right: index of the answer among them.
-    """
-
-    tail: Tensor
-    options: tuple[Tensor, ...]
-    right: int = 0
-
-    @property
-    def continuation(self) -> Continuation:
-        """What is trained on."""
-        return Continuation(self.tail, self.options[self.right])
-
-
-@dataclass(frozen=True)
 class TuneText:
-    """A context and what is asked about it."""
+    """A context, what is asked about it, and how often it is drawn beside others."""
 
     text_id: str
     body: Tensor
     asked: tuple[Asked, ...]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +168,8 @@ class _Run:
             group["lr"] = settings.learning_rate * schedule(self.step, settings)
         self.optimiser.zero_grad(set_to_none=True)
         total = 0.0
-        for text in generator.choices(pool, k=settings.accumulate):
+        weights = [text.weight for text in pool]
+        for text in generator.choices(pool, weights, k=settings.accumulate):
             asked = generator.sample(text.asked, min(settings.batch, len(text.asked)))
             loss = self._loss(text, asked) / settings.accumulate
             if not bool(torch.isfinite(loss)):
@@ -198,7 +178,7 @@ class _Run:
                     got=f"{loss.item()} at step {self.step + 1} on text {text.text_id}",
                     next_step="lower the learning rate, or load the models in float32",
                 )
-            loss.backward()
+            torch.autograd.backward(loss)
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.corrector.parameters(), settings.clip)
         self.optimiser.step()
@@ -326,26 +306,6 @@ def judge(ferry: Handoff, texts: Sequence[TuneText]) -> tuple[int, int, int]:
     return right, wrong, n
 
 
-def choices(loaded: LoadedModel, cache: DynamicCache, asked: Sequence[Asked]) -> list[int]:
-    """Index of each question's likeliest option, by mean log-probability a token.
-
-    Questions whose options are all single tokens are answered in one pass.
-    """
-    found: list[int | None] = [None] * len(asked)
-    short = [i for i, one in enumerate(asked) if all(o.numel() == 1 for o in one.options)]
-    with torch.no_grad():
-        if short:
-            rows = [asked[i].continuation for i in short]
-            logits = answer_all(loaded, cache, rows).logits
-            for i, row in zip(short, logits, strict=True):
-                found[i] = int(row[torch.cat(asked[i].options).to(row.device)].argmax())
-    for i, one in enumerate(asked):
-        if found[i] is None:
-            means = [float(r.mean()) for r in score(loaded, cache, one.tail, list(one.options))]
-            found[i] = max(range(len(means)), key=means.__getitem__)
-    return [int(c) for c in found if c is not None]
-
-
 def schedule(step: int, settings: TuneSettings) -> float:
     """Factor of the learning rate: linear warm-up, then a cosine to a tenth."""
     if step < settings.warmup:
@@ -394,6 +354,7 @@ def _identity(
     data = [
         [
             text.text_id,
+            text.weight,
             text.body.tolist(),
             [[o.tail.tolist(), [x.tolist() for x in o.options], o.right] for o in text.asked],
         ]
