@@ -155,6 +155,11 @@ class CacheMap:
         corrector = None if self.corrector is None else self.corrector.to(device)
         return CacheMap(self.config, {n: t.to(device) for n, t in self.targets.items()}, corrector)
 
+    def without_corrector(self) -> CacheMap:
+        """The ridge alone."""
+        bare = {"corrector": None, "corrector_sha256": None, "tuned": None}
+        return CacheMap(self.config.model_copy(update=bare), self.targets)
+
     def apply(self, cache: CanonicalCache, *, positions: Tensor) -> CanonicalCache:
         """Map a whole cache.
 

@@ -17,6 +17,7 @@ PEOPLE = 8
 CUE = "The answer is"
 
 Part = Literal["seen", "unseen_phrasing", "unseen_kinds"]
+PARTS: tuple[Part, ...] = ("seen", "unseen_phrasing", "unseen_kinds")
 
 SEEN_NAMES = """
 Ada Boris Carla Dmitri Elena Felix Greta Hugo Iris Jonas Karin Leon Mira Nils Olga Pavel Rosa
