@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvferry.errors import BadInput
 from kvferry.models.cache import fork, forward
 from kvferry.running import decode
 from kvferry.running.decode import Sampling
@@ -426,3 +427,23 @@ def test_streams_at_once_give_what_each_gives_alone(temperature: float) -> None:
     alone = text(0)
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(text, range(9))) == [alone] * 9
+
+
+@pytest.mark.parametrize("arm", ["transfer", "receiver_native", "no_context"])
+def test_a_question_read_once_is_answered_and_scored_alike(arm: Any) -> None:
+    handoff = ferry("llama", tail_tokens=3)
+    held = handoff.hand_over(CONTEXT, arm=arm)
+    asked = handoff.with_question(held, QUESTION, cue="It is")
+    plain = handoff.answer(held, [QUESTION], sampling=GREEDY, cue="It is")[0]
+    shared = handoff.answer(asked, [QUESTION], sampling=GREEDY, cue="It is")[0]
+    assert shared.token_ids == plain.token_ids
+    assert shared.prompt_tokens == plain.prompt_tokens
+    assert shared.timings.keys() == plain.timings.keys()
+    options = ["at seven", "late"]
+    one = handoff.score_options(held, QUESTION, options, cue="It is")
+    two = handoff.score_options(asked, QUESTION, options, cue="It is")
+    assert two.total == pytest.approx(one.total, abs=1e-4)
+    assert asked.identity != held.identity
+    assert held.asked is None
+    with pytest.raises(BadInput, match="question that was read"):
+        handoff.answer(asked, ["Another one?"], cue="It is")

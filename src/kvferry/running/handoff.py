@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,8 @@ class Held:
         spans: what it took so far.
         identity: names it: token ids, source revision, map, anchors, tail.
         lossy: mapped; never an answer to an exact-prefix lookup.
+        asked: question and cue that are read already, all but the last token; the only ones that
+            this can then be asked. ``None``: any.
     """
 
     arm: Arm
@@ -67,6 +69,7 @@ class Held:
     spans: Spans
     identity: str
     lossy: bool
+    asked: tuple[str, str | None] | None = None
 
     @property
     def length(self) -> int:
@@ -353,6 +356,36 @@ class Handoff:
             for tail, tokens in zip(tails, ids, strict=True)
         ]
 
+    def with_question(self, held: Held, question: str, *, cue: str | None = None) -> Held:
+        """Read a question on a held context, so that answering and scoring share that reading.
+
+        Returns:
+            the context with the question behind it, all but its last token; ``held`` stays as it
+            was.
+        """
+        tail = self._tail(held, question, cue)
+        self._require_room(
+            held.loaded, held.length - len(self.layout.prefix_ids), int(tail.numel())
+        )
+        spans, model = held.spans.copy(), held.loaded.model
+        cache = fork(model, held.cache)
+        ids = tail[:-1].to(held.loaded.device)
+        if ids.numel():
+            with spans.measure("tail"), torch.no_grad():
+                positions = torch.arange(
+                    held.length, held.length + ids.numel(), device=held.loaded.device
+                )
+                _, cache = forward(model, ids[None], positions[None], cache=cache)
+        identity = sha256_text(f"{held.identity} {tail[:-1].tolist()}")
+        return replace(
+            held,
+            cache=cache,
+            rest=tail[-1:],
+            spans=spans,
+            identity=identity,
+            asked=(question, cue),
+        )
+
     def stream(
         self, held: Held, question: str, *, sampling: Sampling | None = None
     ) -> Iterator[str]:
@@ -395,6 +428,14 @@ class Handoff:
 
     def _tail(self, held: Held, question: str, cue: str | None) -> Tensor:
         """What the answering model reads itself: the context's last tokens, question, cue."""
+        if held.asked is not None:
+            if held.asked != (question, cue):
+                raise BadInput(
+                    expected=f"the question that was read on this context: {held.asked[0]!r}",
+                    got=repr(question),
+                    next_step="ask on what hand_over() gave, or read this question with it",
+                )
+            return held.rest
         tail = torch.cat((held.rest, self.layout.tail(question, cue=cue)))
         self._require_in_range(held.loaded, tail)
         return tail

@@ -159,9 +159,10 @@ def _item(
             held = known[mapped]
         else:
             held = ferry.hand_over(row["passage"], arm=arm, other_context=other["passage"])
-        answer = ferry.answer(held, [row["question"]], sampling=sampling, cue=CUE)[0]
+        asked = ferry.with_question(held, row["question"], cue=CUE)
+        answer = ferry.answer(asked, [row["question"]], sampling=sampling, cue=CUE)[0]
         options = [f" {option}" for option in row["options"]]
-        scores = ferry.score_options(held, row["question"], options, cue=CUE)
+        scores = ferry.score_options(asked, row["question"], options, cue=CUE)
         answers[arm] = {
             "chosen": scores.best,
             "text": answer.text,
