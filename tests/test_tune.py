@@ -147,3 +147,13 @@ def test_what_tuning_refuses(ferry: Handoff, tmp_path: Path) -> None:
     tune(ferry, *data, few, tmp_path / "a")
     with pytest.raises(WrongPair, match="another map, data or settings"):
         tune(ferry, *data, replace(few, seed=1), tmp_path / "a")
+
+
+def test_check_tells_a_corrector_s_size_and_work(ferry: Handoff) -> None:
+    from kvferry.fitting.estimate import corrector_parameters, map_multiply_adds
+    from kvferry.models.geometry import Geometry
+
+    ours, theirs = (Geometry.from_config(m.model.config) for m in (ferry.source, ferry.receiver))
+    made = Corrector(CorrectorConfig(rank=5), ferry.map.shape)
+    assert corrector_parameters(2, 5, ours, theirs) == made.parameter_count == made.multiply_adds
+    assert map_multiply_adds(2, ours, theirs) == ferry.map.multiply_adds

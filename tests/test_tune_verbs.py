@@ -104,6 +104,21 @@ def test_bench_facts_counts_from_records(root: Path, tmp_path: Path) -> None:
     assert sorted(records.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
+def test_maps_side_by_side(root: Path, tmp_path: Path) -> None:
+    run("tune", root / "map", "--data", "facts:2", "--out", tmp_path / "tuned", *SHORT)
+    tuned = tmp_path / "tuned" / "map"
+    arguments = ["compare", tuned, "--ridge", "-n", 2, "--out", tmp_path / "run"]
+    found = run(*arguments, "--corpus", root / "prose.jsonl", "--documents", 3)
+    for entry in (*found["facts"].values(), found["prose"]):
+        assert set(entry["maps"]) == {"map", "map (ridge)"}
+        assert entry["maps"]["map"]["p_two_sided"] == 1.0
+    for entry in found["facts"].values():
+        first, second = entry["maps"].values()
+        assert second["correct"] - first["correct"] == second["fixed"] - second["regressed"]
+    done = CliRunner().invoke(app, ["compare", str(root / "map"), "--out", str(tmp_path / "x")])
+    assert isinstance(done.exception, BadInput)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_facts_are_in_the_text_and_nowhere_else(part: facts.Part) -> None:
     for text in make_texts(part, 6, seed=3):

@@ -17,7 +17,7 @@ from kvferry import __version__
 from kvferry.errors import KvferryError
 from kvferry.terminal import say
 
-VERBS = ("models", "check", "capture", "fit", "tune", "measure", "ask", "bench", "demo")
+VERBS = ("models", "check", "capture", "fit", "tune", "measure", "compare", "ask", "bench", "demo")
 
 app = typer.Typer(
     name="kvferry",
