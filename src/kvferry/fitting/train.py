@@ -3,7 +3,7 @@
 The mapped cache is an input of the receiver, so a step is one short pass over the continuations
 and back. What a step reads follows from seed and step number alone, so that a killed run resumes
 to the same result. Every few steps the corrector is judged on held-out texts by accuracy, beside
-the wrong document's; the best is kept.
+the wrong document's (of equal ones, by their loss); the best is kept.
 One call: ``tune(ferry, texts, held_out, settings, folder)``.
 """
 
@@ -150,7 +150,7 @@ class _Run:
             "identity": self.identity,
             "settings": _plain(settings),
             "log": self.log,
-            "best": max(self.log, key=lambda row: (row["margin"], -row["step"])),
+            "best": max(self.log, key=lambda row: (*_rank(row), -row["step"])),
             "parameters": self.corrector.parameter_count,
         }
         write_json(self.folder / "tune.json", summary)
@@ -212,20 +212,22 @@ class _Run:
     def _judge(self) -> None:
         """Accuracy on held-out texts against the wrong document's; the best margin is kept."""
         started = time.perf_counter()
-        right, wrong, n = judge(self.ferry, self.held_out)
+        found = judge(self.ferry, self.held_out)
         row = {
             "step": self.step,
             "loss": round(self.last_loss, 5) if self.step else None,
-            "correct": right,
-            "wrong_document_correct": wrong,
-            "n": n,
-            "margin": (right - wrong) / n,
+            "correct": found.correct,
+            "wrong_document_correct": found.wrong_document_correct,
+            "n": found.n,
+            "margin": found.margin,
+            "held_out_loss": round(found.loss, 5),
         }
-        if not self.log or row["margin"] > max(r["margin"] for r in self.log):
+        if not self.log or _rank(row) > max(_rank(r) for r in self.log):
             self._save(self.folder / "best.safetensors", optimiser=False)
         self.log.append(row)
         say(
-            f"step {self.step}: held-out {right}/{n}, wrong document {wrong}/{n}"
+            f"step {self.step}: held-out {found.correct}/{found.n}, wrong document "
+            f"{found.wrong_document_correct}/{found.n}, held-out loss {found.loss:.3f}"
             + (f", loss {self.last_loss:.3f}" if self.step else "")
             + f" ({time.perf_counter() - started:.0f} s)"
         )
@@ -234,8 +236,8 @@ class _Run:
         patience = self.settings.patience
         if not patience or len(self.log) <= patience:
             return False
-        best = max(row["margin"] for row in self.log[:-patience])
-        return all(row["margin"] <= best for row in self.log[-patience:])
+        best = max(_rank(row) for row in self.log[:-patience])
+        return all(_rank(row) <= best for row in self.log[-patience:])
 
     last_loss = math.nan
 
@@ -293,17 +295,52 @@ class _Run:
         say(f"going on from step {self.step}")
 
 
-def judge(ferry: Handoff, texts: Sequence[TuneText]) -> tuple[int, int, int]:
-    """Right choices after the handoff, after the wrong document's, and how many were asked."""
-    right = wrong = n = 0
+@dataclass(frozen=True)
+class Judged:
+    """How held-out questions were answered.
+
+    Attributes:
+        correct: right choices after the handoff.
+        wrong_document_correct: after the wrong document's.
+        n: asked.
+        loss: cross-entropy of the right answers' tokens after the handoff, nats a token.
+    """
+
+    correct: int
+    wrong_document_correct: int
+    n: int
+    loss: float
+
+    @property
+    def margin(self) -> float:
+        """What reading gave: the share of right choices above the wrong document's."""
+        return (self.correct - self.wrong_document_correct) / self.n
+
+
+def judge(ferry: Handoff, texts: Sequence[TuneText]) -> Judged:
+    """Choices on held-out texts, after the handoff and after the wrong document's."""
+    hits = [0, 0]
+    n = tokens = 0
+    loss = 0.0
     for place, text in enumerate(texts):
         for which, read in enumerate((text, texts[place - 1])):
             held = ferry.hand_over_ids(read.body, arm="transfer")
             found = choices(held.loaded, held.cache, text.asked)
-            hits = sum(c == one.right for c, one in zip(found, text.asked, strict=True))
-            right, wrong = (right, wrong + hits) if which else (right + hits, wrong)
+            hits[which] += sum(c == one.right for c, one in zip(found, text.asked, strict=True))
+            if which == 0:
+                rows = [one.continuation for one in text.asked]
+                targets = torch.cat([row.answer for row in rows]).to(held.loaded.device)
+                with torch.no_grad():
+                    logits = answer_all(held.loaded, held.cache, rows).logits.float()
+                loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+                tokens += int(targets.numel())
         n += len(text.asked)
-    return right, wrong, n
+    return Judged(hits[0], hits[1], n, loss / tokens)
+
+
+def _rank(row: dict[str, Any]) -> tuple[float, float]:
+    """What is better: the margin over the wrong document; of equal ones, the lower loss."""
+    return row["margin"], -row["held_out_loss"]
 
 
 def schedule(step: int, settings: TuneSettings) -> float:

@@ -32,6 +32,8 @@ PROMPTS = (
     "Explain the text to somebody who has not read it.",
 )
 """What the source is asked about a text that comes without questions."""
+JUDGED_TOKENS = 8
+"""Of a continuation to choose: few, or every choice is right."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,14 @@ class RunningText:
         target_tokens: predicted after one more token.
         held_out: texts to judge on.
         options: continuations to choose from when judged, one of them the text's own.
+        texts: pieces to train on, evenly spread; 0 for all.
     """
 
     context_tokens: int = 256
     target_tokens: int = 64
     held_out: int = 16
     options: int = 4
+    texts: int = 0
 
 
 def running_text(
@@ -104,6 +108,8 @@ def running_text(
             got=f"{len(train)} pieces and {len(held)} documents in {name}",
             next_step="give more or longer texts, or a smaller --context-tokens",
         )
+    if settings.texts:
+        train = train[:: max(len(train) // settings.texts, 1)][: settings.texts]
     at = settings.context_tokens
     trained = tuple(
         TuneText(text_id, ids[:at], (Asked(ids[at : at + 1], (ids[at + 1 :],)),))
@@ -113,7 +119,7 @@ def running_text(
     for place, (text_id, ids) in enumerate(held):
         others = [held[(place + step) % len(held)][1] for step in range(settings.options)]
         right = place % settings.options  # its own stands at another place in each text
-        options = [one[at + 1 : at + 17] for one in others]
+        options = [one[at + 1 : at + 1 + JUDGED_TOKENS] for one in others]
         options[0], options[right] = options[right], options[0]
         judged.append(
             TuneText(text_id, ids[:at], (Asked(ids[at : at + 1], tuple(options), right),))

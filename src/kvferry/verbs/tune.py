@@ -54,7 +54,13 @@ def tune(
     curriculum: Annotated[bool, typer.Option("--curriculum", help="Short texts first.")] = False,
     held_out: Annotated[int, typer.Option(help="Texts to judge on, a source.", min=2)] = 8,
     context_tokens: Annotated[int, typer.Option(help="Of running text.", min=8)] = 256,
-    target_tokens: Annotated[int, typer.Option(help="Of running text.", min=17)] = 64,
+    target_tokens: Annotated[int, typer.Option(help="Of running text.", min=8)] = 64,
+    texts: Annotated[
+        int, typer.Option(help="Pieces of running text, spread over the corpus; 0 for all.", min=0)
+    ] = 0,
+    keep_readings: Annotated[
+        int, typer.Option(help="Native readings kept in memory between steps.", min=0)
+    ] = 64,
     answer_tokens: Annotated[int, typer.Option(help="Of the source's answers.", min=1)] = 48,
     cue: Annotated[str, typer.Option(help="Before the answers of rows.")] = "The answer is",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -109,12 +115,13 @@ def tune(
             got=f"one with a corrector of kind {cache_map.corrector.config.kind}",
             next_step="tune the map it was tuned from",
         )
-    ferry = Handoff.from_pretrained(map, device=device, readings=Readings(64))
+    ferry = Handoff.from_pretrained(map, device=device, readings=Readings(keep_readings))
     options = {
         "seed": seed,
         "held_out": held_out,
         "context_tokens": context_tokens,
         "target_tokens": target_tokens,
+        "texts": texts,
         "answer_tokens": answer_tokens,
         "cue": cue,
     }
@@ -227,7 +234,10 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
     name = f"{kind}:{Path(rest).name}"
     if kind == "text":
         cut = RunningText(
-            options["context_tokens"], options["target_tokens"], held_out=options["held_out"]
+            options["context_tokens"],
+            options["target_tokens"],
+            held_out=options["held_out"],
+            texts=options["texts"],
         )
         return running_text(ferry.layout, read_corpus([rest]).documents, cut, name=name)
     if kind == "rows":
