@@ -37,7 +37,7 @@ def test_a_documented_command_parses(page: str, arguments: list[str]) -> None:
     root = typer.main.get_command(app)
     context = root.make_context("kvferry", list(arguments), resilient_parsing=False)
     command, rest = root, list(arguments)
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and not (rest and rest[0].startswith("-")):
         name = rest.pop(0)
         assert name in command.commands, f"{page}: no verb {name}"
         command = command.commands[name]

@@ -65,7 +65,7 @@ def test_a_cut_run_goes_on_to_the_same_summary(ferries: dict[str, Handoff], tmp_
 def test_a_folder_of_another_measurement(ferries: dict[str, Handoff], tmp_path: Path) -> None:
     texts = write_texts(tmp_path, 12)
     run(ferries, texts, tmp_path / "out")
-    with pytest.raises(BadInput, match="a measurement of other maps"):
+    with pytest.raises(BadInput, match="a run with other maps"):
         run({"same": ferries["same"]}, texts, tmp_path / "out")
 
 

@@ -17,7 +17,19 @@ from kvferry import __version__
 from kvferry.errors import KvferryError
 from kvferry.terminal import say
 
-VERBS = ("models", "check", "capture", "fit", "measure", "ask", "bench", "demo")
+VERBS = (
+    "models",
+    "check",
+    "capture",
+    "fit",
+    "tune",
+    "measure",
+    "compare",
+    "ask",
+    "bench",
+    "recipe",
+    "demo",
+)
 
 app = typer.Typer(
     name="kvferry",

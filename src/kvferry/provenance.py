@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -145,6 +145,54 @@ def read_json(path: Path) -> Any:
             got=f"{type(error).__name__}: {error}",
             next_step="restore the file or make it again",
         ) from error
+
+
+def start_records(folder: Path, header: dict[str, Any], *, same: Sequence[str]) -> Path:
+    """Begin or go on with a folder of records: ``header.json`` and ``records.jsonl``.
+
+    Args:
+        same: keys of the header that an earlier start must agree on.
+
+    Returns:
+        the records' path; a line cut by a kill is gone from it.
+
+    Raises:
+        BadInput: the folder holds a run with other such values.
+    """
+    path, records = folder / "header.json", folder / "records.jsonl"
+    if not path.exists():
+        write_json(path, header)
+    else:
+        known = read_json(path)
+        plain = json.loads(json.dumps(header))
+        if other := [key for key in same if known.get(key) != plain[key]]:
+            raise BadInput(
+                expected=f"an empty folder, or this run in {folder}",
+                got=f"a run with other {', '.join(other)}",
+                next_step="choose another --out, or remove that folder",
+            )
+    kept = read_records(records)
+    write_text(records, "".join(json.dumps(row, sort_keys=True) + "\n" for row in kept))
+    return records
+
+
+def add_record(path: Path, row: dict[str, Any]) -> None:
+    """Append one record as a line of sorted JSON."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Records written so far; a line cut by a kill is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
 
 
 def code_version() -> dict[str, Any]:

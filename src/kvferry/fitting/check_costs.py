@@ -15,10 +15,15 @@ from kvferry.models.geometry import Geometry
 from kvferry.models.light import LightModel
 
 TABLE_K = 8
+CORRECTOR_RANK = 32
+"""Of the corrector whose size and cost are shown; both are proportional to it."""
 
 
 class MapRow(BaseModel):
-    """Sizes for one k; moments are a bound, of all splits and directions asked for."""
+    """Sizes for one k; moments are a bound, of all splits and directions asked for.
+
+    Multiply-adds are for one token; the corrector is of rank 32, in bfloat16 on disk.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     k: int
@@ -26,6 +31,9 @@ class MapRow(BaseModel):
     float32_bytes: int
     bfloat16_bytes: int
     int8_bytes: int
+    corrector_bytes: int
+    multiply_adds: int
+    corrector_multiply_adds: int
     moments_bytes: int
     fits_memory: bool
 
@@ -82,6 +90,7 @@ def map_rows(ours: Geometry, theirs: Geometry, settings: CaptureSettings) -> lis
     rows = []
     for k in range(1, min(max(TABLE_K, settings.k_max), ours.depth) + 1):
         moments = moments_need(k, ours, theirs, settings)
+        residual = estimate.corrector_parameters(k, CORRECTOR_RANK, ours, theirs)
         rows.append(
             MapRow(
                 k=k,
@@ -89,6 +98,9 @@ def map_rows(ours: Geometry, theirs: Geometry, settings: CaptureSettings) -> lis
                 float32_bytes=estimate.map_bytes(k, ours, theirs, "float32"),
                 bfloat16_bytes=estimate.map_bytes(k, ours, theirs, "bfloat16"),
                 int8_bytes=estimate.map_bytes(k, ours, theirs, "int8"),
+                corrector_bytes=2 * residual,
+                multiply_adds=estimate.map_multiply_adds(k, ours, theirs),
+                corrector_multiply_adds=residual,
                 moments_bytes=moments,
                 fits_memory=moments <= settings.memory_bytes,
             )

@@ -111,6 +111,21 @@ def map_bytes(k: int, source: Geometry, receiver: Geometry, stored: Stored) -> i
     return total
 
 
+def map_multiply_adds(k: int, source: Geometry, receiver: Geometry) -> int:
+    """Multiply-adds that a ridge map takes for one token."""
+    rows = min(k, source.depth) * feature_width(source)
+    return sum(2 * rows * layer.width for layer in receiver.layers)
+
+
+def corrector_parameters(k: int, rank: int, source: Geometry, receiver: Geometry) -> int:
+    """Trained numbers of a corrector of kind ``features`` on keys and values of all layers.
+
+    Its multiply-adds for one token are as many; on disk it takes two bytes each (bfloat16).
+    """
+    rows = min(k, source.depth) * feature_width(source)
+    return sum(2 * rank * (rows + layer.width) for layer in receiver.layers)
+
+
 def pairs_bound(k: int, source: Geometry, receiver: Geometry) -> int:
     """Most Gram blocks between source layers that lists of ``k`` can ask for."""
     depth, k = source.depth, min(k, source.depth)

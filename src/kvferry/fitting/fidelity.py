@@ -10,7 +10,6 @@ check on the map, not evidence that facts come through.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,14 +25,14 @@ from kvferry.errors import BadInput
 from kvferry.fitting.corpus import Document, wrong_documents
 from kvferry.models.cache import fork, forward
 from kvferry.provenance import (
+    add_record,
     code_version,
     machine,
     read_json,
-    sha256_text,
+    read_records,
     sole_writer,
-    sorted_json,
+    start_records,
     write_json,
-    write_text,
 )
 from kvferry.running.handoff import Handoff, Held
 from kvferry.terminal import progress
@@ -115,7 +114,8 @@ def measure(
     partners = wrong_documents(len(texts), settings.seed)
     header = _header(handoffs, texts, settings, label, arguments)
     with sole_writer(folder, "measurement"):
-        _measure_all(handoffs, texts, partners, settings, _start(folder, header))
+        path = start_records(folder, header, same=("settings", "maps", "texts"))
+        _measure_all(handoffs, texts, partners, settings, path)
         summary = summarise(folder)
         write_json(folder / "summary.json", summary)
     return summary
@@ -128,10 +128,7 @@ def _measure_all(
     settings: FidelitySettings,
     records_path: Path,
 ) -> None:
-    kept = read_records(records_path)
-    # A kill may have cut the last line; written anew, the next record starts a line of its own.
-    write_text(records_path, "".join(map(_line, kept)))
-    done = {(r["map"], r["doc_id"]) for r in kept}
+    done = {(r["map"], r["doc_id"]) for r in read_records(records_path)}
     total = len(texts) * len(handoffs)
     with progress("measure", total=total, unit="texts", done=float(len(done))) as advance:
         for index, (document, ids) in enumerate(texts):
@@ -147,26 +144,8 @@ def _measure_all(
                     "wrong_doc_id": other[0].doc_id,
                     "seconds": round(time.perf_counter() - started, 3),
                 }
-                with records_path.open("a", encoding="utf-8") as stream:
-                    stream.write(_line(row))
+                add_record(records_path, row)
                 advance(1)
-
-
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records written so far; a line cut by a kill is left out (and measured again)."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 def summarise(folder: Path) -> dict[str, Any]:
@@ -338,20 +317,3 @@ def _header(
         "code": code_version(),
         "machine": machine(),
     }
-
-
-def _start(folder: Path, header: dict[str, Any]) -> Path:
-    path = folder / "header.json"
-    if path.exists():
-        known = read_json(path)
-        keys = ("settings", "maps", "texts")
-        if {k: known[k] for k in keys} != {k: header[k] for k in keys}:
-            raise BadInput(
-                expected=f"an empty folder, or this measurement in {folder}",
-                got="a measurement of other maps, texts or settings "
-                f"({sha256_text(sorted_json(known))[:12]})",
-                next_step="choose another --out, or remove that folder",
-            )
-    else:
-        write_json(path, header)
-    return folder / "records.jsonl"

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvferry.errors import BadInput, CorruptFile, HashMismatch, NotFinite, Unreachable, WrongPair
+from kvferry.maps.corrector import Corrector, CorrectorConfig, CorrectorShape
 from kvferry.maps.linear import GroupedProducts, LinearTarget, cache_features, fold
 from kvferry.models.cache import CanonicalCache, LayerKV
 from kvferry.models.geometry import Geometry
@@ -36,7 +37,9 @@ UNSAVED = "0" * 64
 """``weights_sha256`` of a map that is only in memory; its identity then hashes the weights."""
 CONFIG_NAME = "map.json"
 WEIGHTS_NAME = "map.safetensors"
+CORRECTOR_NAME = "corrector.safetensors"
 CARD_NAME = "README.md"
+FILES = (WEIGHTS_NAME, CONFIG_NAME, CORRECTOR_NAME, CARD_NAME)
 
 Stored = Literal["float32", "bfloat16", "float16", "int8"]
 
@@ -61,6 +64,9 @@ class MapConfig(BaseModel):
         layout: the prompt layout it was fitted with.
         fitted: on what, how many rows, which code.
         quality: figures on select and test documents, each with its n.
+        corrector: the residual trained beside the ridge, if there is one.
+        corrector_sha256: of its file.
+        tuned: what it was trained for and on, and by which run.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -76,6 +82,9 @@ class MapConfig(BaseModel):
     fitted: dict[str, Any]
     quality: dict[str, Any]
     weights_sha256: str
+    corrector: CorrectorConfig | None = None
+    corrector_sha256: str | None = None
+    tuned: dict[str, Any] | None = None
 
 
 class CacheMap:
@@ -84,11 +93,18 @@ class CacheMap:
     Attributes:
         config: what it is.
         targets: ``"layer.K"`` and ``"layer.V"`` -> the linear map of that target, float32.
+        corrector: the residual beside it, float32, or ``None``.
     """
 
-    def __init__(self, config: MapConfig, targets: dict[str, LinearTarget]) -> None:
+    def __init__(
+        self,
+        config: MapConfig,
+        targets: dict[str, LinearTarget],
+        corrector: Corrector | None = None,
+    ) -> None:
         self.config = config
         self.targets = targets
+        self.corrector = corrector
         self.receiver_geometry = Geometry.from_dict(config.receiver.geometry)
         self._grouped: GroupedProducts | None = None
         self._packed: dict[str, Tensor] | None = None
@@ -100,21 +116,49 @@ class CacheMap:
         Figures measured later don't change it.
         """
         named = self.config.model_dump(exclude={"quality"})
+        for name in ("corrector", "corrector_sha256", "tuned"):
+            if named[name] is None:  # as before there were correctors
+                del named[name]
         if self.config.weights_sha256 == UNSAVED:
             digest = hashlib.sha256()
             for name in sorted(self.targets):
                 digest.update(self.targets[name].weight.detach().cpu().numpy().tobytes())
             named["weights_sha256"] = digest.hexdigest()
+        if self.corrector is not None and self.config.corrector_sha256 is None:
+            digest = hashlib.sha256()
+            for _, tensor in sorted(self.corrector.state_dict().items()):
+                digest.update(tensor.detach().cpu().numpy().tobytes())
+            named["corrector_sha256"] = digest.hexdigest()
         return sha256_text(sorted_json(named))
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds a token."""
-        return sum(target.multiply_adds for target in self.targets.values())
+        """Multiply-adds a token, corrector included."""
+        ridge = sum(target.multiply_adds for target in self.targets.values())
+        return ridge + (self.corrector.multiply_adds if self.corrector is not None else 0)
+
+    @property
+    def shape(self) -> CorrectorShape:
+        """What a corrector beside this map has to fit."""
+        source = Geometry.from_dict(self.config.source.geometry)
+        layer = self.receiver_geometry.layers[0]
+        return CorrectorShape(
+            sources={name: target.layers for name, target in self.targets.items()},
+            depth=source.depth,
+            features=2 * source.layers[0].width,
+            width=layer.width,
+            heads=layer.num_kv_heads,
+        )
 
     def to(self, device: torch.device) -> CacheMap:
         """The same map on another device."""
-        return CacheMap(self.config, {n: t.to(device) for n, t in self.targets.items()})
+        corrector = None if self.corrector is None else self.corrector.to(device)
+        return CacheMap(self.config, {n: t.to(device) for n, t in self.targets.items()}, corrector)
+
+    def without_corrector(self) -> CacheMap:
+        """The ridge alone."""
+        bare = {"corrector": None, "corrector_sha256": None, "tuned": None}
+        return CacheMap(self.config.model_copy(update=bare), self.targets)
 
     def apply(self, cache: CanonicalCache, *, positions: Tensor) -> CanonicalCache:
         """Map a whole cache.
@@ -126,9 +170,27 @@ class CacheMap:
         Returns:
             the receiver's canonical cache, marked lossy.
         """
+        features = cache_features(cache)
+        values = self.correct(features, self.ridge(features))
+        return self.shaped(cache, values, positions)
+
+    def ridge(self, features: list[Tensor]) -> dict[str, Tensor]:
+        """Every target ``[T, W]`` by the linear map alone, from features ``[T, F]`` a layer."""
         if self._grouped is None:
             self._grouped = GroupedProducts.of(self.targets)
-        values = self._grouped.apply(cache_features(cache))
+        return self._grouped.apply(features)
+
+    def correct(self, features: list[Tensor], mapped: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The linear map's targets with the corrector's residuals added, if there is one."""
+        if self.corrector is None:
+            return mapped
+        residuals = self.corrector(features, mapped)
+        return {n: v + residuals[n] if n in residuals else v for n, v in mapped.items()}
+
+    def shaped(
+        self, cache: CanonicalCache, values: dict[str, Tensor], positions: Tensor
+    ) -> CanonicalCache:
+        """Targets ``[T, W]`` as the receiver's canonical cache at ``positions``, marked lossy."""
         layers = tuple(
             self._shaped(index, values[f"{index}.K"], values[f"{index}.V"])
             for index in range(self.receiver_geometry.depth)
@@ -141,7 +203,16 @@ class CacheMap:
         Args:
             index: receiver layer.
             features: per source layer ``[T, F]``; only this layer's sources are looked at.
+
+        Raises:
+            BadInput: the map has a corrector, which looks at more.
         """
+        if self.corrector is not None:
+            raise BadInput(
+                expected="a map without a corrector, to map one layer alone",
+                got=f"a corrector of kind {self.corrector.config.kind}",
+                next_step="map the whole cache with apply()",
+            )
         return self._shaped(
             index,
             self.targets[f"{index}.K"].apply(features),
@@ -210,6 +281,8 @@ class CacheMap:
         self.config = self.config.model_copy(
             update={"stored": kind, "weights_sha256": sha256_file(path)}
         )
+        if self.corrector is not None:
+            self._save_corrector(folder / CORRECTOR_NAME)
         # From here on this map is what was written, so that its identity stays true.
         self._packed = tensors
         self.targets = {
@@ -221,6 +294,30 @@ class CacheMap:
         from kvferry.maps.card import card_text
 
         write_text(folder / CARD_NAME, card_text(self.config, path.stat().st_size))
+
+    def _save_corrector(self, path: Path) -> None:
+        """As bfloat16; from then on the corrector is what was written."""
+        assert self.corrector is not None
+        state = {k: v.detach().cpu() for k, v in self.corrector.state_dict().items()}
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
+            raise NotFinite(
+                expected="finite corrector weights",
+                got="NaN or infinity",
+                next_step="tune again with a lower learning rate",
+            )
+        packed = {
+            name: tensor if name in ("center", "scale") else tensor.to(torch.bfloat16)
+            for name, tensor in state.items()
+        }
+        with atomic_path(path) as temporary:
+            save_file({k: v.contiguous() for k, v in packed.items()}, temporary, {"format": FORMAT})
+        self.corrector.load_state_dict({k: v.float() for k, v in packed.items()})
+        self.config = self.config.model_copy(
+            update={
+                "corrector": self.corrector.config,
+                "corrector_sha256": sha256_file(path),
+            }
+        )
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, revision: str | None = None) -> CacheMap:
@@ -256,6 +353,8 @@ class CacheMap:
             cache_map = cls(config, targets)
             cache_map._packed = tensors
             _check_shapes(cache_map)
+            if config.corrector is not None:
+                cache_map.corrector = _read_corrector(folder / CORRECTOR_NAME, cache_map)
         except (
             OSError,
             SafetensorError,
@@ -289,7 +388,7 @@ class CacheMap:
             info = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
-                allow_patterns=[WEIGHTS_NAME, CONFIG_NAME, CARD_NAME],
+                allow_patterns=list(FILES),
                 commit_message="Upload a kvferry cache map",
             )
         except Exception as error:  # the hub client raises many kinds
@@ -337,6 +436,23 @@ def _unpack(
         return LinearTarget(layers, weight, tensors[f"{name}.bias"])
     bias = fold(weight.double(), center.double(), tensors[f"{name}.mean"].double()).float()
     return LinearTarget(layers, weight, bias, center)
+
+
+def _read_corrector(path: Path, cache_map: CacheMap) -> Corrector:
+    config = cache_map.config
+    assert config.corrector is not None
+    if (found := sha256_file(path)) != config.corrector_sha256:
+        raise HashMismatch(
+            expected=f"sha256 {config.corrector_sha256} of {path}",
+            got=found,
+            next_step="restore the file or tune the map again; nothing was deleted",
+        )
+    corrector = Corrector(config.corrector, cache_map.shape)
+    with safe_open(path, framework="pt") as stream:
+        state = {name: stream.get_tensor(name).float() for name in stream.keys()}  # noqa: SIM118
+    corrector.load_state_dict(state)
+    corrector.requires_grad_(False)
+    return corrector
 
 
 def _check_shapes(cache_map: CacheMap) -> None:
@@ -389,11 +505,7 @@ def _local_folder(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                source, revision=revision, allow_patterns=[WEIGHTS_NAME, CONFIG_NAME, CARD_NAME]
-            )
-        )
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(FILES)))
     except Exception as error:  # the hub client raises many kinds
         raise Unreachable(
             expected=f"a folder {source}, or that repository on the hub",

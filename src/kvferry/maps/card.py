@@ -36,6 +36,7 @@ def card_text(config: MapConfig, weights_bytes: int) -> str:
         "",
         *(f"- {name}: {_value(value)}" for name, value in sorted(fitted.items())),
         "",
+        *_tuned_lines(config),
         "## How well",
         "",
         "R^2 is a within-pair diagnostic and no evidence that facts come through.",
@@ -52,6 +53,23 @@ def card_text(config: MapConfig, weights_bytes: int) -> str:
         "```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tuned_lines(config: MapConfig) -> list[str]:
+    if config.corrector is None:
+        return []
+    made = config.corrector
+    placed = " and ".join(n for n, on in (("keys", made.keys), ("values", made.values)) if on)
+    tuned = config.tuned or {}
+    return [
+        "## Corrector",
+        "",
+        f"A residual trained through the frozen receiver beside the ridge: {made.kind}, rank "
+        f"{made.rank}, on {placed}. Scope: {tuned.get('scope', 'not said')}.",
+        "",
+        *(f"- {name}: {_value(value)}" for name, value in sorted(tuned.items())),
+        "",
+    ]
 
 
 def _quality_lines(quality: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from kvferry.errors import BadInput, ContextTooLong, WrongPair
 from kvferry.maps.cache_map import CacheMap
+from kvferry.maps.linear import cache_features
 from kvferry.models.alignment import require_ids_in_range, require_same_tokens
 from kvferry.models.cache import (
     CanonicalCache,
@@ -454,8 +455,15 @@ class Handoff:
         self.prefix_cache(self.receiver)
         reading = self.read(self.source, body[:keep])
         spans.add("source_prefill", reading.seconds)
-        with spans.measure("map"):
-            mapped = self.map_cache(self.canonical(reading.cache, body[:keep]))
+        with torch.no_grad():
+            with spans.measure("map"):
+                read = self.canonical(reading.cache, body[:keep]).to(dtype=torch.float32)
+                features = cache_features(read)
+                values = self.map.ridge(features)
+            if self.map.corrector is not None:
+                with spans.measure("correct"):
+                    values = self.map.correct(features, values)
+            mapped = self.map.shaped(read, values, read.positions)
         with spans.measure("inject"):
             mapped = mapped.to(device=self.receiver.device)
             require_finite(mapped, "the mapped cache")

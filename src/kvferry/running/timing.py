@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-PARTS = ("source_prefill", "prefill", "map", "inject", "tail", "first_token")
+PARTS = ("source_prefill", "prefill", "map", "correct", "inject", "tail", "first_token")
 """The parts of a time to first token, in order; an arm has those it needs."""
 
 

@@ -12,11 +12,15 @@ from kvferry.errors import BadInput
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("bench")(bench)
+    group = typer.Typer(invoke_without_command=True, no_args_is_help=True)
+    group.callback()(bench)
+    group.command("facts")(facts)
+    app.add_typer(group, name="bench")
 
 
 def bench(
-    map: Annotated[str, typer.Option(help="Map folder or hub repository.")],
+    context_: typer.Context,
+    map: Annotated[str | None, typer.Option(help="Map folder or hub repository.")] = None,
     context: Annotated[
         Path | None, typer.Option(help="Text file; default the shipped passages.")
     ] = None,
@@ -30,7 +34,12 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write the record to this JSON file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
 ) -> None:
-    """Time all arms in one run; medians with spread. The last line is JSON."""
+    """Time all arms in one run; medians with spread. The last line is JSON. With `facts`, ask
+    about invented facts instead."""
+    if context_.invoked_subcommand:
+        return
+    if map is None:
+        raise BadInput(expected="--map FOLDER", got="none", next_step="name the map to time")
     sizes = parse_lengths(lengths)
     from kvferry.provenance import write_json
     from kvferry.running.bench import bench as run
@@ -46,6 +55,72 @@ def bench(
     if not json:
         show(result)
     print_json(result)
+
+
+def facts(
+    map: Annotated[list[Path], typer.Option(help="Map folder; repeat to compare.")],
+    out: Annotated[Path, typer.Option(help="Folder for records and summary.")],
+    n: Annotated[int, typer.Option("-n", help="Texts a part, 16 questions each.", min=2)] = 8,
+    parts: Annotated[str, typer.Option(help="Of seen, unseen_phrasing, unseen_kinds.")] = (
+        "seen,unseen_phrasing,unseen_kinds"
+    ),
+    seed: Annotated[int, typer.Option(help="Of the texts; not one that was tuned on.")] = 1000,
+    ridge: Annotated[
+        bool, typer.Option("--ridge", help="Each map without its corrector as well.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+) -> None:
+    """Ask about invented facts in all arms and controls: seen and unseen phrasings and kinds."""
+    from kvferry.judging.choice_runs import run_choices
+    from kvferry.judging.tasks.facts import PARTS, VERSION, make_texts
+    from kvferry.terminal import print_json
+    from kvferry.verbs.handoffs import load_handoffs
+
+    chosen = [part.strip() for part in parts.split(",")]
+    if unknown := [part for part in chosen if part not in PARTS]:
+        raise BadInput(
+            expected=f"parts among {', '.join(PARTS)}",
+            got=", ".join(unknown),
+            next_step="choose from these, separated by commas",
+        )
+    handoffs = load_handoffs(map, device=device, ridge=ridge, keep=4)
+    summary = run_choices(
+        handoffs,
+        {part: make_texts(part, n, seed=seed) for part in PARTS if part in chosen},
+        out,
+        arguments={"task": VERSION, "texts": n, "seed": seed, "parts": chosen},
+    )
+    if json:
+        print_json(summary)
+        return
+    show_choices(summary)
+    print(f"records: {out}")
+
+
+def show_choices(summary: dict) -> None:  # type: ignore[type-arg]
+    """A table for each map and part."""
+    from kvferry.terminal import print_table
+
+    for name, parts in summary["maps"].items():
+        for part, entry in parts.items():
+            rows = []
+            for arm, value in entry["arms"].items():
+                paired = entry["paired"].get(f"transfer_against_{arm}")
+                rows.append(
+                    (
+                        arm,
+                        f"{value['correct']}/{entry['n']}",
+                        f"{value['low']:.2f}..{value['high']:.2f}",
+                        f"+{paired['fixed']} -{paired['regressed']}" if paired else "-",
+                        f"{paired['p_two_sided']:.2g}" if paired else "-",
+                    )
+                )
+            columns = ("arm or control", "correct", "95 %", "transfer", "p")
+            print_table(f"{name}, {part}, {entry['texts']} texts", columns, rows)
+            for key in ("recovered", "gap_recovered"):
+                if entry[key] is not None:
+                    print(f"  {key}: {entry[key]:.2f}")
 
 
 def parse_lengths(text: str) -> list[int]:

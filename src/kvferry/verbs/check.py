@@ -115,7 +115,16 @@ def show(report: CheckReport) -> None:
         typer.echo("")
         print_table(
             "maps and moments (upper bounds) for each k",
-            ("k", "features", "float32", "bfloat16", "int8", "moments", f"in {memory:.3g} GB"),
+            (
+                "k",
+                "features",
+                "float32",
+                "bfloat16",
+                "int8",
+                "corrector",
+                "moments",
+                f"in {memory:.3g} GB",
+            ),
             [
                 (
                     str(row.k),
@@ -123,6 +132,7 @@ def show(report: CheckReport) -> None:
                     f"{row.float32_bytes / 1e6:.1f} MB",
                     f"{row.bfloat16_bytes / 1e6:.1f} MB",
                     f"{row.int8_bytes / 1e6:.1f} MB",
+                    f"{row.corrector_bytes / 1e6:.1f} MB",
                     f"{row.moments_bytes / 1e9:.2f} GB",
                     "yes" if row.fits_memory else "no",
                 )
@@ -130,6 +140,13 @@ def show(report: CheckReport) -> None:
             ],
         )
         typer.echo("")
+        shown = report.maps[min(report.settings["k_max"], len(report.maps)) - 1]
+        _line(
+            "map's work",
+            f"{shown.multiply_adds / 1e6:.1f} M multiply-adds a token at k = {shown.k}, "
+            f"{shown.corrector_multiply_adds / 1e6:.1f} M more with a corrector of rank 32; the "
+            f"receiver's own reading takes {report.receiver.parameters / 1e6:.0f} M at most",
+        )
     if report.capture is not None:
         _show_capture(report.capture, report.settings["device"])
     typer.echo("")

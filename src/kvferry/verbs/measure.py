@@ -28,6 +28,9 @@ def measure(
     ] = None,
     column: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
     seed: Annotated[int, typer.Option()] = 0,
+    ridge: Annotated[
+        bool, typer.Option("--ridge", help="Each map without its corrector as well.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
@@ -36,27 +39,13 @@ def measure(
     from kvferry.fitting.corpus import read_corpus
     from kvferry.fitting.fidelity import FidelitySettings, pick
     from kvferry.fitting.fidelity import measure as run
-    from kvferry.maps.cache_map import CacheMap
-    from kvferry.models.load import LoadedModel, load_model
-    from kvferry.running.handoff import Handoff
-    from kvferry.running.readings import Readings
     from kvferry.terminal import print_json, say
+    from kvferry.verbs.handoffs import load_handoffs
 
     documents = read_corpus(corpus, section_chars=section_chars, column=column)
     say(documents.summary())
-    loaded: dict[str, LoadedModel] = {}
-    readings = Readings(3 * n)  # a text is read once, also as another's wrong document
-    handoffs = {}
-    for folder in map:
-        cache_map = CacheMap.from_pretrained(folder)
-        sides = []
-        for spec in (cache_map.config.source.spec, cache_map.config.receiver.spec):
-            if spec not in loaded:
-                loaded[spec] = load_model(spec, device=device)
-            sides.append(loaded[spec])
-        handoffs[folder.name] = Handoff(
-            sides[0], sides[1], cache_map, readings=readings, tail_tokens=tail_tokens
-        )
+    # A text is read once, also as another's wrong document.
+    handoffs = load_handoffs(map, device=device, keep=3 * n, ridge=ridge, tail_tokens=tail_tokens)
     settings = FidelitySettings(context_tokens, target_tokens, seed)
     texts = pick(next(iter(handoffs.values())), documents.documents, n, settings)
     summary = run(

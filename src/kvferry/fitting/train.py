@@ -1,0 +1,405 @@
+"""The loop that trains a corrector through the frozen receiver: resumable, judged while it runs.
+
+The mapped cache is an input of the receiver, so a step is one short pass over the continuations
+and back. What a step reads follows from seed and step number alone, so that a killed run resumes
+to the same result. Every few steps the corrector is judged on held-out texts by accuracy, beside
+the wrong document's (of equal ones, by their loss); the best is kept.
+One call: ``tune(ferry, texts, held_out, settings, folder)``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvferry.errors import BadInput, NotFinite, WrongPair
+from kvferry.fitting.objectives import OBJECTIVES, Batch
+from kvferry.maps.corrector import Corrector, CorrectorConfig
+from kvferry.maps.linear import cache_features
+from kvferry.provenance import atomic_path, sha256_text, sole_writer, sorted_json, write_json
+from kvferry.running.choices import Asked, answer_all, choices
+from kvferry.running.handoff import Handoff
+from kvferry.terminal import progress, say
+
+
+@dataclass(frozen=True)
+class TuneText:
+    """A context, what is asked about it, and how often it is drawn beside others."""
+
+    text_id: str
+    body: Tensor
+    asked: tuple[Asked, ...]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """How a corrector is trained.
+
+    Attributes:
+        corrector: its kind, rank and placement.
+        objectives: name -> weight, from ``OBJECTIVES``.
+        steps: optimiser steps.
+        batch: questions a step, all about one text.
+        accumulate: texts whose gradients are added up before a step.
+        learning_rate: of AdamW at its highest, after ``warmup`` steps; then a cosine to a tenth.
+        clip: greatest gradient norm.
+        seed: of the first factors and of what each step reads.
+        judge_every: steps between judgements on held-out texts.
+        patience: judgements without a better one before stopping; 0 never stops early.
+        checkpoint_every: steps between checkpoints.
+        curriculum: read short contexts first, all lengths from half of the steps on.
+    """
+
+    corrector: CorrectorConfig = field(default_factory=CorrectorConfig)
+    objectives: dict[str, float] = field(default_factory=lambda: {"answers": 1.0})
+    steps: int = 200
+    batch: int = 8
+    accumulate: int = 1
+    learning_rate: float = 3e-4
+    warmup: int = 10
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    judge_every: int = 50
+    patience: int = 0
+    checkpoint_every: int = 20
+    curriculum: bool = False
+
+
+def tune(
+    ferry: Handoff,
+    texts: Sequence[TuneText],
+    held_out: Sequence[TuneText],
+    settings: TuneSettings,
+    folder: Path,
+) -> dict[str, Any]:
+    """Train a corrector beside the handoff's map; resumes what it finds in ``folder``.
+
+    On return the handoff's map carries the best corrector.
+
+    Raises:
+        BadInput: no texts, an unknown objective, texts that are held out and trained on.
+        WrongPair: the folder holds a run with other settings or data.
+        NotFinite: the loss is NaN.
+    """
+    _require_sound(texts, held_out, settings)
+    identity = _identity(ferry, texts, held_out, settings)
+    with sole_writer(folder, "tuning"):
+        return _Run(ferry, texts, held_out, settings, folder, identity).go()
+
+
+class _Run:
+    """One training run and its folder."""
+
+    def __init__(
+        self,
+        ferry: Handoff,
+        texts: Sequence[TuneText],
+        held_out: Sequence[TuneText],
+        settings: TuneSettings,
+        folder: Path,
+        identity: str,
+    ) -> None:
+        self.ferry, self.settings, self.folder = ferry, settings, folder
+        self.texts, self.held_out = list(texts), list(held_out)
+        self.identity = identity
+        self.objectives = {name: OBJECTIVES[name] for name in settings.objectives}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            self.corrector = Corrector(settings.corrector, ferry.map.shape)
+        self.corrector.to(ferry.source.device)
+        self.optimiser = torch.optim.AdamW(
+            self.corrector.parameters(),
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+        )
+        self.step, self.log = 0, []  # type: int, list[dict[str, Any]]
+
+    def go(self) -> dict[str, Any]:
+        self._resume()
+        settings = self.settings
+        if self.step == 0:
+            rows = [cache_features(self._canonical(text)) for text in self.texts[:16]]
+            self.corrector.standardise([torch.cat(layer) for layer in zip(*rows, strict=True)])
+        self.ferry.map.corrector = self.corrector
+        if not self.log:
+            self._judge()
+        with progress("tune", total=settings.steps, unit="steps", done=float(self.step)) as advance:
+            while self.step < settings.steps and not self._patience_spent():
+                self._one_step()
+                self.step += 1
+                if self.step % settings.judge_every == 0 or self.step == settings.steps:
+                    self._judge()
+                if self.step % settings.checkpoint_every == 0 or self.step == settings.steps:
+                    self._save(self.folder / "checkpoint.safetensors")
+                advance(1)
+        self._load(self.folder / "best.safetensors")
+        summary = {
+            "identity": self.identity,
+            "settings": _plain(settings),
+            "log": self.log,
+            "best": max(self.log, key=lambda row: (*_rank(row), -row["step"])),
+            "parameters": self.corrector.parameter_count,
+        }
+        write_json(self.folder / "tune.json", summary)
+        return summary
+
+    def _one_step(self) -> None:
+        settings = self.settings
+        generator = random.Random(f"{settings.seed} {self.step}")
+        pool = self.texts
+        if settings.curriculum and self.step < settings.steps // 2:
+            pool = sorted(pool, key=lambda text: text.body.numel())
+            share = 0.25 + 1.5 * self.step / settings.steps
+            pool = pool[: max(int(len(pool) * share), 1)]
+        for group in self.optimiser.param_groups:
+            group["lr"] = settings.learning_rate * schedule(self.step, settings)
+        self.optimiser.zero_grad(set_to_none=True)
+        total = 0.0
+        weights = [text.weight for text in pool]
+        for text in generator.choices(pool, weights, k=settings.accumulate):
+            asked = generator.sample(text.asked, min(settings.batch, len(text.asked)))
+            loss = self._loss(text, asked) / settings.accumulate
+            if not bool(torch.isfinite(loss)):
+                raise NotFinite(
+                    expected="a finite loss",
+                    got=f"{loss.item()} at step {self.step + 1} on text {text.text_id}",
+                    next_step="lower the learning rate, or load the models in float32",
+                )
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.corrector.parameters(), settings.clip)
+        self.optimiser.step()
+        self.last_loss = total
+
+    def _loss(self, text: TuneText, asked: list[Asked]) -> Tensor:
+        rows = [one.continuation for one in asked]
+        ferry = self.ferry
+        cache = ferry.inject(ferry.map_cache(self._canonical(text)))
+        student = answer_all(ferry.receiver, cache, rows)
+        receiver = source = None
+        with torch.no_grad():
+            if any(o.needs_receiver for o in self.objectives.values()):
+                native = ferry.read(ferry.receiver, text.body).cache
+                receiver = answer_all(ferry.receiver, native, rows)
+            if any(o.needs_source for o in self.objectives.values()):
+                source = answer_all(ferry.source, ferry.read(ferry.source, text.body).cache, rows)
+        targets = torch.cat([row.answer for row in rows]).to(ferry.receiver.device)
+        batch = Batch(targets, student, receiver, source)
+        losses = [
+            weight * self.objectives[name].loss(batch)
+            for name, weight in self.settings.objectives.items()
+        ]
+        return torch.stack(losses).sum()
+
+    def _canonical(self, text: TuneText) -> Any:
+        with torch.no_grad():
+            reading = self.ferry.read(self.ferry.source, text.body)
+            return self.ferry.canonical(reading.cache, text.body)
+
+    def _judge(self) -> None:
+        """Accuracy on held-out texts against the wrong document's; the best margin is kept."""
+        started = time.perf_counter()
+        found = judge(self.ferry, self.held_out)
+        row = {
+            "step": self.step,
+            "loss": round(self.last_loss, 5) if self.step else None,
+            "correct": found.correct,
+            "wrong_document_correct": found.wrong_document_correct,
+            "n": found.n,
+            "margin": found.margin,
+            "held_out_loss": round(found.loss, 5),
+        }
+        if not self.log or _rank(row) > max(_rank(r) for r in self.log):
+            self._save(self.folder / "best.safetensors", optimiser=False)
+        self.log.append(row)
+        say(
+            f"step {self.step}: held-out {found.correct}/{found.n}, wrong document "
+            f"{found.wrong_document_correct}/{found.n}, held-out loss {found.loss:.3f}"
+            + (f", loss {self.last_loss:.3f}" if self.step else "")
+            + f" ({time.perf_counter() - started:.0f} s)"
+        )
+
+    def _patience_spent(self) -> bool:
+        patience = self.settings.patience
+        if not patience or len(self.log) <= patience:
+            return False
+        best = max(_rank(row) for row in self.log[:-patience])
+        return all(_rank(row) <= best for row in self.log[-patience:])
+
+    last_loss = math.nan
+
+    def _save(self, path: Path, *, optimiser: bool = True) -> None:
+        tensors = {f"corrector.{k}": v for k, v in self.corrector.state_dict().items()}
+        if optimiser:
+            for index, state in self.optimiser.state_dict()["state"].items():
+                for name, value in state.items():
+                    tensors[f"optimiser.{index}.{name}"] = torch.as_tensor(value)
+        entry = {
+            "state": json.dumps(
+                {
+                    "identity": self.identity,
+                    "step": self.step,
+                    "log": self.log,
+                    "loss": None if math.isnan(self.last_loss) else self.last_loss,
+                },
+                sort_keys=True,
+            )
+        }
+        with atomic_path(path) as temporary:
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, entry
+            )
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        with safe_open(path, framework="pt") as stream:
+            entry: dict[str, Any] = json.loads((stream.metadata() or {})["state"])
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        own = {k.removeprefix("corrector."): v for k, v in tensors.items() if k.startswith("corr")}
+        self.corrector.load_state_dict(own)
+        states: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            if name.startswith("optimiser."):
+                _, index, key = name.split(".")
+                states.setdefault(int(index), {})[key] = value
+        if states:
+            whole = self.optimiser.state_dict()
+            self.optimiser.load_state_dict({**whole, "state": states})
+        return entry
+
+    def _resume(self) -> None:
+        path = self.folder / "checkpoint.safetensors"
+        if not path.exists():
+            return
+        entry = self._load(path)
+        if entry["identity"] != self.identity:
+            raise WrongPair(
+                expected=f"an empty folder, or this run ({self.identity[:16]}) in {self.folder}",
+                got=f"a run with another map, data or settings ({entry['identity'][:16]})",
+                next_step="choose another --out, or remove that folder",
+            )
+        self.step, self.log = entry["step"], entry["log"]
+        self.last_loss = math.nan if entry["loss"] is None else entry["loss"]
+        say(f"going on from step {self.step}")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How held-out questions were answered.
+
+    Attributes:
+        correct: right choices after the handoff.
+        wrong_document_correct: after the wrong document's.
+        n: asked.
+        loss: cross-entropy of the right answers' tokens after the handoff, nats a token.
+    """
+
+    correct: int
+    wrong_document_correct: int
+    n: int
+    loss: float
+
+    @property
+    def margin(self) -> float:
+        """What reading gave: the share of right choices above the wrong document's."""
+        return (self.correct - self.wrong_document_correct) / self.n
+
+
+def judge(ferry: Handoff, texts: Sequence[TuneText]) -> Judged:
+    """Choices on held-out texts, after the handoff and after the wrong document's."""
+    hits = [0, 0]
+    n = tokens = 0
+    loss = 0.0
+    for place, text in enumerate(texts):
+        for which, read in enumerate((text, texts[place - 1])):
+            held = ferry.hand_over_ids(read.body, arm="transfer")
+            found = choices(held.loaded, held.cache, text.asked)
+            hits[which] += sum(c == one.right for c, one in zip(found, text.asked, strict=True))
+            if which == 0:
+                rows = [one.continuation for one in text.asked]
+                targets = torch.cat([row.answer for row in rows]).to(held.loaded.device)
+                with torch.no_grad():
+                    logits = answer_all(held.loaded, held.cache, rows).logits.float()
+                loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+                tokens += int(targets.numel())
+        n += len(text.asked)
+    return Judged(hits[0], hits[1], n, loss / tokens)
+
+
+def _rank(row: dict[str, Any]) -> tuple[float, float]:
+    """What is better: the margin over the wrong document; of equal ones, the lower loss."""
+    return row["margin"], -row["held_out_loss"]
+
+
+def schedule(step: int, settings: TuneSettings) -> float:
+    """Factor of the learning rate: linear warm-up, then a cosine to a tenth."""
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    done = (step - settings.warmup) / max(settings.steps - settings.warmup, 1)
+    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
+
+
+def _require_sound(
+    texts: Sequence[TuneText], held_out: Sequence[TuneText], settings: TuneSettings
+) -> None:
+    if unknown := [name for name in settings.objectives if name not in OBJECTIVES]:
+        raise BadInput(
+            expected=f"objectives among {', '.join(OBJECTIVES)}",
+            got=", ".join(unknown),
+            next_step="choose from these; several can be weighted",
+        )
+    if not settings.objectives or min(settings.objectives.values()) <= 0:
+        raise BadInput(
+            expected="one objective or more, each with a weight above zero",
+            got=str(settings.objectives),
+            next_step="e.g. --objective answers=1",
+        )
+    if not texts or len(held_out) < 2:
+        raise BadInput(
+            expected="texts to train on and two or more held out (one is another's wrong document)",
+            got=f"{len(texts)} and {len(held_out)}",
+            next_step="give more texts",
+        )
+    trained = {tuple(text.body.tolist()) for text in texts}
+    if twice := [t.text_id for t in held_out if tuple(t.body.tolist()) in trained]:
+        raise BadInput(
+            expected="held-out texts that are not trained on",
+            got=f"{len(twice)} that are, such as {twice[0]}",
+            next_step="split by text before tuning",
+        )
+
+
+def _identity(
+    ferry: Handoff,
+    texts: Sequence[TuneText],
+    held_out: Sequence[TuneText],
+    settings: TuneSettings,
+) -> str:
+    """Hash of everything that decides the result."""
+    data = [
+        [
+            text.text_id,
+            text.weight,
+            text.body.tolist(),
+            [[o.tail.tolist(), [x.tolist() for x in o.options], o.right] for o in text.asked],
+        ]
+        for text in (*texts, *held_out)
+    ]
+    named = [ferry.map.config.weights_sha256, ferry.layout.identity, _plain(settings), data]
+    return sha256_text(sorted_json(named))
+
+
+def _plain(settings: TuneSettings) -> dict[str, Any]:
+    return {**asdict(settings), "corrector": settings.corrector.model_dump(mode="json")}

@@ -1,0 +1,105 @@
+"""Maps side by side on the same questions and texts, with paired tests, from kept records.
+
+Owns what is compared: right answers after the handoff (exact McNemar) and next-token losses
+(Wilcoxon), each map against the first. One call: ``compare_choices(folder)``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import BadInput
+from kvferry.judging.paired_stats import mcnemar_exact
+from kvferry.provenance import read_json, read_records
+
+
+def compare_choices(folder: Path) -> dict[str, Any]:
+    """Each map's transfer against the first map's, a part of a choice run each.
+
+    Args:
+        folder: of ``run_choices`` with two maps or more.
+
+    Returns:
+        part -> ``{n, maps: {name: {correct, fixed, regressed, p_two_sided}}}``; the tests are
+        against the first map.
+
+    Raises:
+        BadInput: fewer than two maps.
+    """
+    header, records = read_json(folder / "header.json"), read_records(folder / "records.jsonl")
+    names = _names(header["maps"], folder)
+    found: dict[str, Any] = {}
+    for part in header["texts"]:
+        hits: dict[str, dict[tuple[str, int], bool]] = {name: {} for name in names}
+        for row in records:
+            if row["part"] == part:
+                pairs = zip(row["chosen"]["transfer"], row["right"], strict=True)
+                for place, (chosen, right) in enumerate(pairs):
+                    hits[row["map"]][row["text_id"], place] = chosen == right
+        shared = sorted(set.intersection(*(set(each) for each in hits.values())))
+        first = [hits[names[0]][key] for key in shared]
+        rows = {}
+        for name in names:
+            mine = [hits[name][key] for key in shared]
+            rows[name] = {"correct": sum(mine), **_against(first, mine)}
+        found[part] = {"n": len(shared), "maps": rows}
+    return found
+
+
+def compare_losses(folder: Path) -> dict[str, Any]:
+    """Each map's next-token loss after the handoff against the first map's.
+
+    Args:
+        folder: of ``kvferry measure`` with two maps or more.
+
+    Returns:
+        ``{n, maps: {name: {nll, recovered, better, p_two_sided}}}``; better counts texts.
+
+    Raises:
+        BadInput: fewer than two maps.
+    """
+    from scipy import stats
+
+    header, summary = read_json(folder / "header.json"), read_json(folder / "summary.json")
+    names = _names(header["maps"], folder)
+    losses: dict[str, dict[str, float]] = {name: {} for name in names}
+    for row in read_records(folder / "records.jsonl"):
+        losses[row["map"]][row["doc_id"]] = row["nll"]["transfer"]
+    shared = sorted(set.intersection(*(set(each) for each in losses.values())))
+    rows = {}
+    for name in names:
+        gain = [losses[names[0]][key] - losses[name][key] for key in shared]
+        tested = any(gain)
+        rows[name] = {
+            "nll": sum(losses[name][key] for key in shared) / len(shared),
+            "recovered": summary["maps"][name]["recovered"]["transfer"]["value"],
+            "better": sum(value > 0 for value in gain),
+            "p_two_sided": float(stats.wilcoxon(gain).pvalue) if tested else 1.0,
+        }
+    return {"n": len(shared), "maps": rows}
+
+
+def _names(maps: dict[str, Any], folder: Path) -> list[str]:
+    names = list(maps)
+    if len(names) < 2:
+        raise BadInput(
+            expected=f"two maps or more in {folder}",
+            got=", ".join(names) or "none",
+            next_step="give several maps, or --ridge to add each without its corrector",
+        )
+    directions = {(each["source"], each["receiver"]) for each in maps.values()}
+    if len(directions) > 1:
+        raise BadInput(
+            expected="maps of one source and receiver",
+            got=f"{len(directions)} pairs",
+            next_step="compare maps of one direction at a time",
+        )
+    return names
+
+
+def _against(first: list[bool], mine: list[bool]) -> dict[str, Any]:
+    fixed = sum(b and not a for a, b in zip(first, mine, strict=True))
+    lost = sum(a and not b for a, b in zip(first, mine, strict=True))
+    p = mcnemar_exact(fixed, lost)[1] if fixed + lost else 1.0
+    return {"fixed": fixed, "regressed": lost, "p_two_sided": p}

@@ -1,0 +1,109 @@
+"""Many short continuations of one held context in one pass: scoring, choosing, training.
+
+Owns the batch of questions on one cache and where their logits are taken. One call:
+``choices(loaded, cache, asked)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvferry.models.cache import cache_argument, fork
+from kvferry.models.load import LoadedModel
+from kvferry.running.decode import score
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What follows a context: read ``tail``, then be scored on ``answer``, both ``[n]`` int64."""
+
+    tail: Tensor
+    answer: Tensor
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A model's outputs at the positions that predict the answers' tokens.
+
+    Attributes:
+        logits: ``[N, vocab]``.
+        hidden: last hidden states ``[N, hidden]``, before the output projection.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about a text, as token ids.
+
+    Attributes:
+        tail: question and cue, ``[Q]`` int64.
+        options: continuations to choose from; one alone for free text.
+        right: index of the answer among them.
+    """
+
+    tail: Tensor
+    options: tuple[Tensor, ...]
+    right: int = 0
+
+    @property
+    def continuation(self) -> Continuation:
+        """What is trained on."""
+        return Continuation(self.tail, self.options[self.right])
+
+
+def answer_all(loaded: LoadedModel, cache: DynamicCache, rows: list[Continuation]) -> Answered:
+    """One forward pass over all continuations on one cache, logits only where they are scored.
+
+    Padding stands behind, where it can't change what comes before.
+    """
+    model: Any = loaded.model
+    joined = [torch.cat((row.tail, row.answer[:-1])) for row in rows]
+    width = max(int(ids.numel()) for ids in joined)
+    ids = torch.zeros((len(rows), width), dtype=torch.int64)
+    for place, one in enumerate(joined):
+        ids[place, : one.numel()] = one
+    held = int(cache.get_seq_length())
+    positions = torch.arange(held, held + width, device=loaded.device).expand(len(rows), -1)
+    body = model.get_decoder()
+    output = body(
+        input_ids=ids.to(loaded.device),
+        position_ids=positions,
+        use_cache=True,
+        **{cache_argument(body): fork(model, cache, batch=len(rows))},
+    )
+    picked = torch.cat(
+        [
+            output.last_hidden_state[place, one.numel() - row.answer.numel() : one.numel()]
+            for place, (one, row) in enumerate(zip(joined, rows, strict=True))
+        ]
+    )
+    return Answered(model.get_output_embeddings()(picked), picked)
+
+
+def choices(loaded: LoadedModel, cache: DynamicCache, asked: Sequence[Asked]) -> list[int]:
+    """Index of each question's likeliest option, by mean log-probability a token.
+
+    Questions whose options are all single tokens are answered in one pass.
+    """
+    found: list[int | None] = [None] * len(asked)
+    short = [i for i, one in enumerate(asked) if all(o.numel() == 1 for o in one.options)]
+    with torch.no_grad():
+        if short:
+            rows = [asked[i].continuation for i in short]
+            logits = answer_all(loaded, cache, rows).logits
+            for i, row in zip(short, logits, strict=True):
+                found[i] = int(row[torch.cat(asked[i].options).to(row.device)].argmax())
+    for i, one in enumerate(asked):
+        if found[i] is None:
+            means = [float(r.mean()) for r in score(loaded, cache, one.tail, list(one.options))]
+            found[i] = max(range(len(means)), key=means.__getitem__)
+    return [int(c) for c in found if c is not None]

@@ -1,0 +1,282 @@
+"""``kvferry tune``: a corrector beside a map, trained through the frozen receiver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvferry.errors import BadInput
+
+if TYPE_CHECKING:
+    from kvferry.fitting.tune_data import TuneData
+    from kvferry.running.handoff import Handoff
+
+FACTS_HELD_OUT_SEED = 500
+"""Added to a data seed for the facts that are judged on while tuning; tests use others again."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("tune")(tune)
+
+
+def tune(
+    map: Annotated[Path, typer.Argument(help="Map folder.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="facts:TEXTS[:SEED], text:CORPUS, rows:FILE.jsonl or source:FILE.jsonl|CORPUS; "
+            "=RATIO behind it weighs several."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints and the tuned map.")],
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(help="answers, receiver_kl, source_kl or hidden; =WEIGHT behind it."),
+    ] = None,
+    kind: Annotated[str, typer.Option(help="features, output, per_head or trunk.")] = "features",
+    rank: Annotated[int, typer.Option(min=1)] = 32,
+    gate: Annotated[bool, typer.Option("--gate", help="A learned factor a target.")] = False,
+    place: Annotated[str, typer.Option(help="keys, values or both.")] = "both",
+    layers: Annotated[str | None, typer.Option(help="Receiver layers, e.g. 0,1,2.")] = None,
+    steps: Annotated[int, typer.Option(min=1)] = 200,
+    batch: Annotated[int, typer.Option(help="Questions a step, on one text.", min=1)] = 8,
+    accumulate: Annotated[int, typer.Option(help="Texts a step.", min=1)] = 1,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-4,
+    warmup: Annotated[int, typer.Option(min=1)] = 10,
+    clip: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    judge_every: Annotated[int, typer.Option(min=1)] = 50,
+    patience: Annotated[int, typer.Option(help="0 never stops early.", min=0)] = 0,
+    checkpoint_every: Annotated[int, typer.Option(min=1)] = 20,
+    curriculum: Annotated[bool, typer.Option("--curriculum", help="Short texts first.")] = False,
+    held_out: Annotated[int, typer.Option(help="Texts to judge on, a source.", min=2)] = 8,
+    context_tokens: Annotated[int, typer.Option(help="Of running text.", min=8)] = 256,
+    target_tokens: Annotated[int, typer.Option(help="Of running text.", min=8)] = 64,
+    texts: Annotated[
+        int, typer.Option(help="Pieces of running text, spread over the corpus; 0 for all.", min=0)
+    ] = 0,
+    keep_readings: Annotated[
+        int, typer.Option(help="Native readings kept in memory between steps.", min=0)
+    ] = 64,
+    answer_tokens: Annotated[int, typer.Option(help="Of the source's answers.", min=1)] = 48,
+    cue: Annotated[str, typer.Option(help="Before the answers of rows.")] = "The answer is",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+) -> None:
+    """Train a residual beside the ridge and write a map that carries it. Judged while it runs by
+    accuracy on held-out texts beside the wrong document's; a stopped run resumes."""
+    from kvferry.fitting.train import TuneSettings
+    from kvferry.fitting.train import tune as run
+    from kvferry.maps.cache_map import CacheMap
+    from kvferry.maps.corrector import KINDS, CorrectorConfig
+    from kvferry.provenance import code_version
+    from kvferry.running.handoff import Handoff
+    from kvferry.running.readings import Readings
+    from kvferry.terminal import print_json
+
+    if kind not in KINDS or place not in ("keys", "values", "both"):
+        raise BadInput(
+            expected=f"--kind among {', '.join(KINDS)} and --place keys, values or both",
+            got=f"{kind}, {place}",
+            next_step="choose from these",
+        )
+    specs = [weighted(spec) for spec in data]
+    for spec, _ in specs:
+        split_spec(spec)
+    settings = TuneSettings(
+        corrector=CorrectorConfig(
+            kind=kind,
+            rank=rank,
+            keys=place != "values",
+            values=place != "keys",
+            layers=parse_layers(layers),
+            gate=gate,
+        ),
+        objectives=dict(weighted(o) for o in objective or ["answers"]),
+        steps=steps,
+        batch=batch,
+        accumulate=accumulate,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        clip=clip,
+        seed=seed,
+        judge_every=judge_every,
+        patience=patience,
+        checkpoint_every=checkpoint_every,
+        curriculum=curriculum,
+    )
+    cache_map = CacheMap.from_pretrained(map)
+    if cache_map.corrector is not None:
+        raise BadInput(
+            expected="a map without a corrector",
+            got=f"one with a corrector of kind {cache_map.corrector.config.kind}",
+            next_step="tune the map it was tuned from",
+        )
+    ferry = Handoff.from_pretrained(map, device=device, readings=Readings(keep_readings))
+    options = {
+        "seed": seed,
+        "held_out": held_out,
+        "context_tokens": context_tokens,
+        "target_tokens": target_tokens,
+        "texts": texts,
+        "answer_tokens": answer_tokens,
+        "cue": cue,
+    }
+    sources = [read_data(ferry, spec, out, options).weighted(ratio) for spec, ratio in specs]
+    summary = run(
+        ferry,
+        [text for source in sources for text in source.train],
+        [text for source in sources for text in source.held_out],
+        settings,
+        out / "run",
+    )
+    kinds = {source.task for source in sources}
+    ferry.map.config = ferry.map.config.model_copy(
+        update={
+            "tuned": {
+                "scope": "mixed" if len(kinds) > 1 else "task" if kinds == {True} else "generic",
+                "data": {
+                    source.name: ratio for source, (_, ratio) in zip(sources, specs, strict=True)
+                },
+                "objectives": settings.objectives,
+                "steps": summary["best"]["step"],
+                "held_out": {
+                    key: summary["best"][key] for key in ("correct", "wrong_document_correct", "n")
+                },
+                "run": summary["identity"],
+                "from_map": cache_map.identity,
+                "code": code_version(),
+            }
+        }
+    )
+    ferry.map.save_pretrained(out / "map")
+    if json:
+        print_json({"out": str(out / "map"), **summary})
+        return
+    best = summary["best"]
+    print(
+        f"best at step {best['step']}: held-out {best['correct']}/{best['n']}, wrong document "
+        f"{best['wrong_document_correct']}/{best['n']}"
+    )
+    print(f"{out / 'map'}: {summary['parameters'] / 1e6:.2f} M parameters beside the ridge")
+
+
+def weighted(text: str) -> tuple[str, float]:
+    """``NAME=WEIGHT`` -> (NAME, WEIGHT); the weight is 1 if there is none.
+
+    Raises:
+        BadInput: a weight that is not above zero.
+    """
+    name, mark, tail = text.rpartition("=")
+    if not mark:
+        return text, 1.0
+    try:
+        weight = float(tail)
+    except ValueError:
+        weight = -1.0
+    if not 0.0 < weight < float("inf"):
+        raise BadInput(
+            expected="a weight above zero behind =", got=text, next_step=f"e.g. {name}=0.5"
+        )
+    return name, weight
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """``KIND:REST``.
+
+    Raises:
+        BadInput: another kind.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind not in ("facts", "text", "rows", "source") or not rest:
+        raise BadInput(
+            expected="facts:TEXTS[:SEED], text:CORPUS, rows:FILE.jsonl or source:FILE|CORPUS",
+            got=spec,
+            next_step="e.g. --data facts:24 --data text:books.jsonl=0.5",
+        )
+    return kind, rest
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """``0,1,2`` -> (0, 1, 2).
+
+    Raises:
+        BadInput: not a list of layer numbers.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise BadInput(
+            expected="receiver layers such as 0,1,2", got=text, next_step="separate by commas"
+        ) from error
+
+
+def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> TuneData:
+    """One ``--data`` as texts to train and judge on."""
+    from kvferry.fitting.corpus import read_corpus
+    from kvferry.fitting.tune_data import (
+        RunningText,
+        prompts_for,
+        read_rows,
+        running_text,
+        source_answers,
+        task_rows,
+    )
+
+    kind, rest = split_spec(spec)
+    if kind == "facts":
+        return _facts(ferry, rest, options)
+    name = f"{kind}:{Path(rest).name}"
+    if kind == "text":
+        cut = RunningText(
+            options["context_tokens"],
+            options["target_tokens"],
+            held_out=options["held_out"],
+            texts=options["texts"],
+        )
+        return running_text(ferry.layout, read_corpus([rest]).documents, cut, name=name)
+    if kind == "rows":
+        return task_rows(
+            ferry.layout,
+            read_rows(Path(rest)),
+            cue=options["cue"],
+            held_out=options["held_out"],
+            name=name,
+        )
+    try:
+        rows = read_rows(Path(rest))
+    except BadInput:
+        documents = read_corpus([rest]).documents
+        rows = prompts_for(documents, chars=4 * options["context_tokens"])
+    return source_answers(ferry, rows, out, max_new_tokens=options["answer_tokens"], name=name)
+
+
+def _facts(ferry: Handoff, rest: str, options: dict[str, Any]) -> TuneData:
+    from kvferry.fitting.train import TuneText
+    from kvferry.fitting.tune_data import TuneData
+    from kvferry.judging.choice_runs import asked_of
+    from kvferry.judging.tasks.facts import PEOPLE, VERSION, make_texts
+
+    count, _, tail = rest.partition(":")
+    try:
+        texts, seed = int(count), int(tail or options["seed"])
+        if texts < 1:
+            raise ValueError(rest)
+    except ValueError as error:
+        raise BadInput(
+            expected="facts:TEXTS[:SEED] with whole numbers", got=rest, next_step="e.g. facts:24"
+        ) from error
+
+    def made(number: int, seed: int, questions: int) -> tuple[TuneText, ...]:
+        return tuple(
+            TuneText(text.text_id, ferry.layout.context(text.context), asked_of(ferry, text))
+            for text in make_texts("seen", number, seed=seed, questions=questions)
+        )
+
+    held = made(options["held_out"], seed + FACTS_HELD_OUT_SEED, 16)
+    return TuneData(f"{VERSION}:{texts}:{seed}", True, made(texts, seed, 3 * PEOPLE), held)
