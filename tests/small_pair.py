@@ -173,7 +173,7 @@ def identity_map(one: LoadedModel) -> CacheMap:
     for index, layer in enumerate(Geometry.from_config(one.model.config).layers):
         eye, zero = torch.eye(layer.width), torch.zeros(layer.width, layer.width)
         bias = torch.zeros(layer.width)
-        targets[f"{index}.K"] = LinearTarget((index,), torch.cat((eye, zero)), bias)
+        targets[f"{index}.K"] = LinearTarget((index,), torch.cat((eye, zero)), bias.clone())
         targets[f"{index}.V"] = LinearTarget((index,), torch.cat((zero, eye)), bias)
     return map_between(one, one, targets)
 

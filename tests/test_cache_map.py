@@ -46,6 +46,7 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = folder / "map.json"
     value = json.loads(path.read_text())
     change(value)
+    value.pop("config_sha256", None)  # what is read must hold without it, too
     path.write_text(sorted_json(value))
 
 

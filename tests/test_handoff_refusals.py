@@ -182,6 +182,7 @@ def test_ids_beyond_the_embeddings_in_question_tail_or_option() -> None:
     small = build("qwen3", seed=1, tokenizer=tokenizer, vocab_size=260)
     cache_map = random_map(source, small)
     cache_map.config.layout.update(layout.to_dict())
+    cache_map.config.layout_identity = layout.bind(tokenizer).identity
     handoff = Handoff(source, small, cache_map, tail_tokens=0)
     word = "The"
     assert max(handoff.layout.context(word)) >= 260

@@ -1,12 +1,13 @@
 """The command line: one verb a stage, every verb in its own file under ``verbs/``.
 
 Owns exit codes: 0 done, 2 bad input (no traceback), 3 ``check`` says unsupported or limited,
-130 interrupted. Imports no torch until a verb needs it.
+130 interrupted, 143 asked to end. Imports no torch until a verb needs it.
 """
 
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -59,8 +60,14 @@ for _verb in VERBS:
     import_module(f"kvferry.verbs.{_verb}").register(app)
 
 
+def _terminate(number: int, _: object) -> NoReturn:
+    """SIGTERM ends a command as Ctrl-C does: temporary files go, what was finished stays."""
+    sys.exit(128 + number)
+
+
 def main() -> NoReturn:
     """Run the command line and exit."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except KvferryError as error:
@@ -69,14 +76,14 @@ def main() -> NoReturn:
             say("  " + line)
         sys.exit(2)
     except SystemExit as ended:
-        if ended.code == 130:  # Ctrl-C
+        if ended.code in (130, 143):  # Ctrl-C, or asked to end
             say("interrupted; what was finished is kept, and the same command resumes from there")
         raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS):
+        if error.errno == errno.EPIPE:
             raise
-        say(f"error: {error.strerror}: {error.filename or ''}")
-        say("  next      free space or choose a folder that can be written")
+        say(f"error: {error.strerror or error}: {error.filename or ''}")
+        say("  next      check the path, its rights and the room on the disk")
         sys.exit(2)
     sys.exit(0)
 

@@ -44,6 +44,9 @@ def sorted_json(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary name beside ``path``, renamed onto it when the block ends well.
@@ -63,12 +66,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _NO_ROOM:
             raise disk_full(path) from error
         raise
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if "No space left" in str(error):  # safetensors wraps the system error in its own
+        # safetensors wraps the system's error in its own.
+        if any(os.strerror(number) in str(error) for number in _NO_ROOM):
             raise disk_full(path) from error
         raise
 
@@ -109,8 +113,9 @@ def disk_full(path: Path) -> OutOfSpace:
     free = shutil.disk_usage(path.parent).free
     return OutOfSpace(
         expected=f"room to write {path}",
-        got=f"a full disk ({free / 1e9:.2f} GB free); nothing was left half-written",
-        next_step="free some space and run the same command again",
+        got=f"a full disk or a limit on file sizes ({free / 1e9:.2f} GB free); nothing was left "
+        "half-written",
+        next_step="free some space or raise the limit, and run the same command again",
     )
 
 
@@ -145,6 +150,22 @@ def read_json(path: Path) -> Any:
             got=f"{type(error).__name__}: {error}",
             next_step="restore the file or make it again",
         ) from error
+
+
+def read_object(path: Path, *keys: str) -> dict[str, Any]:
+    """Read a JSON object that has to have some keys.
+
+    Raises:
+        CorruptFile: as ``read_json``, or something else than such an object.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict) or not set(keys) <= set(value):
+        raise CorruptFile(
+            expected=f"an object with {', '.join(keys)} in {path}",
+            got=type(value).__name__ if not isinstance(value, dict) else f"keys {list(value)[:8]}",
+            next_step="restore the file or remove that folder and run again",
+        )
+    return value
 
 
 def start_records(folder: Path, header: dict[str, Any], *, same: Sequence[str]) -> Path:
@@ -187,11 +208,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 

@@ -387,8 +387,8 @@ def fit_in_memory(
             return shortened
         if k == 1:
             raise BadInput(
-                expected=f"--memory of at least {need / 1e9:.1f} GB for this pair (k = 1)",
-                got=f"{memory_bytes / 1e9:.1f} GB",
+                expected=f"--memory of at least {need / 1e6:.3g} MB for this pair (k = 1)",
+                got=f"{memory_bytes / 1e6:.3g} MB",
                 next_step="raise --memory, or capture one direction at a time",
             )
         k -= 1
@@ -431,7 +431,8 @@ def _identity(
 
 def _model_header(loaded: LoadedModel) -> dict[str, Any]:
     return {
-        "spec": Path(loaded.spec).name if "/" in loaded.spec else loaded.spec,
+        # A folder's name without its path, which is this machine's; a hub id whole.
+        "spec": Path(loaded.spec).resolve().name if Path(loaded.spec).exists() else loaded.spec,
         "revision": loaded.revision,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "geometry": _geometry(loaded).to_dict(),

@@ -8,6 +8,7 @@ equal byte for byte.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from torch import Tensor
 from kvferry.errors import BadInput, CorruptFile, WrongPair
 from kvferry.fitting.corpus import SPLITS
 from kvferry.fitting.moments import Candidates, Moments
-from kvferry.provenance import atomic_path, read_json, sha256_file, write_json
+from kvferry.provenance import atomic_path, read_object, sha256_file, write_json
 
+_HEADER_KEYS = ("directions", "identity", "items", "moments_sha256", "plan", "rows", "settings")
 MomentsTable = dict[tuple[str, str], Moments]
 """(direction, split) -> moments."""
 
@@ -33,7 +35,7 @@ class CaptureStore:
         self.items_done = 0
         path = folder / "identity.json"
         if path.exists():
-            found = read_json(path).get("identity")
+            found = read_object(path, "identity")["identity"]
             if found != identity:
                 raise WrongPair(
                     expected=f"an empty folder, or this capture ({identity[:16]}) in {folder}",
@@ -45,17 +47,24 @@ class CaptureStore:
 
     @property
     def finished(self) -> bool:
-        """Whether the final files are there."""
-        return (self.folder / "capture.json").exists()
+        """Whether the final files are there, and whole.
+
+        Raises:
+            CorruptFile: they are there, and not what the header says.
+        """
+        if not (self.folder / "capture.json").exists():
+            return False
+        _require_whole(self.folder)
+        return True
 
     def header(self) -> dict[str, Any]:
         """The final header."""
-        return dict(read_json(self.folder / "capture.json"))
+        return _header(self.folder)
 
     def load_plan(self) -> dict[str, Candidates] | None:
         """The plan of an earlier start of this capture."""
         path = self.folder / "plan.json"
-        return read_json(path)["plan"] if path.exists() else None
+        return dict(read_object(path, "plan")["plan"]) if path.exists() else None
 
     def save_plan(self, plan: dict[str, Candidates], report: dict[str, Any]) -> None:
         """Write the plan and how it was chosen."""
@@ -64,7 +73,7 @@ class CaptureStore:
     @staticmethod
     def plan_of(folder: Path) -> dict[str, Candidates]:
         """Another capture's plan."""
-        return dict(read_json(folder / "plan.json")["plan"])
+        return dict(read_object(folder / "plan.json", "plan")["plan"])
 
     def load_moments(self, plan: dict[str, Candidates]) -> MomentsTable | None:
         """Sums of the last checkpoint, or ``None`` at the start."""
@@ -72,6 +81,12 @@ class CaptureStore:
         if not path.exists():
             return None
         tensors, header = _load(path)
+        if "items_done" not in header or header.get("sha256") != _digest(tensors):
+            raise CorruptFile(
+                expected=f"sums that match their hash in {path}",
+                got="others; the file was changed or damaged",
+                next_step="remove that file; the capture then starts from its first text",
+            )
         self.items_done = int(header["items_done"])
         return _table(tensors, plan)
 
@@ -100,26 +115,14 @@ def load_capture(folder: Path, direction: str) -> tuple[dict[str, Any], dict[str
             got="an unfinished one" if (folder / "identity.json").exists() else "no capture",
             next_step="run `kvferry capture` with the same arguments to finish it",
         )
-    header = read_json(folder / "capture.json")
-    path = folder / "moments.safetensors"
-    if not isinstance(header, dict) or "directions" not in header or not path.is_file():
-        raise CorruptFile(
-            expected=f"a capture's header and {path.name} in {folder}",
-            got="a file that is missing or holds something else",
-            next_step="remove that folder and capture again",
-        )
+    header = _header(folder)
     if direction not in header["directions"]:
         raise BadInput(
             expected=f"a direction among {', '.join(header['directions'])}",
             got=direction,
             next_step="capture again with --both-directions",
         )
-    if (found := sha256_file(path)) != header["moments_sha256"]:
-        raise CorruptFile(
-            expected=f"sha256 {header['moments_sha256']} of {path}",
-            got=found,
-            next_step="capture again; the file was changed or damaged",
-        )
+    path = _require_whole(folder)
     tensors, _ = _load(path, prefix=f"{direction}/")
     table = _table(tensors, {direction: header["plan"][direction]})
     return header, {split: table[direction, split] for split in SPLITS}
@@ -143,7 +146,7 @@ def merge_captures(folders: list[Path], out: Path) -> dict[str, Any]:
     for folder in folders:
         if not (folder / "capture.json").exists():
             load_capture(folder, "forward")
-        header = dict(read_json(folder / "capture.json"))
+        header = _header(folder)
         if headers:
             _require_mergeable(headers[0], header, folder)
         for direction in header["directions"]:
@@ -189,10 +192,37 @@ def _require_mergeable(first: dict[str, Any], other: dict[str, Any], folder: Pat
             )
 
 
+def _header(folder: Path) -> dict[str, Any]:
+    return read_object(folder / "capture.json", *_HEADER_KEYS)
+
+
+def _require_whole(folder: Path) -> Path:
+    """The moments' path, after comparing their hash with the header's."""
+    want, path = _header(folder)["moments_sha256"], folder / "moments.safetensors"
+    found = sha256_file(path) if path.is_file() else "no such file"
+    if found != want:
+        raise CorruptFile(
+            expected=f"sha256 {want} of {path}",
+            got=found,
+            next_step="restore the file, or remove that folder and capture again",
+        )
+    return path
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().numpy().data)
+    return digest.hexdigest()
+
+
 def _save(path: Path, moments: MomentsTable, header: dict[str, str]) -> None:
     tensors: dict[str, Tensor] = {}
     for (direction, split), value in moments.items():
         tensors.update(value.tensors(f"{direction}/{split}"))
+    if "items_done" in header:  # a checkpoint; the final file's hash stands in capture.json
+        header = {**header, "sha256": _digest(tensors)}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, header)
 

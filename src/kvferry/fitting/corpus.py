@@ -147,6 +147,10 @@ def _texts(spec: str, column: str) -> Iterator[str]:
         yield from _hub_texts(spec, column)
         return
     path = Path(spec)
+    if not spec.strip():
+        raise BadInput(
+            expected="a file, a folder or hf:NAME", got="an empty name", next_step="name one"
+        )
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
         if not files:
@@ -192,7 +196,7 @@ def _rows(path: Path, text: str, column: str) -> Iterator[str]:
         try:
             row = json.loads(line)
             value = row[column]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInput(
                 expected=f"a JSON object with a field {column!r} on each line of {path}",
                 got=f"line {number}: {type(error).__name__}: {error}",

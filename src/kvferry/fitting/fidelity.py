@@ -28,7 +28,7 @@ from kvferry.provenance import (
     add_record,
     code_version,
     machine,
-    read_json,
+    read_object,
     read_records,
     sole_writer,
     start_records,
@@ -111,6 +111,8 @@ def measure(
     Returns:
         the summary.
     """
+    for handoff in handoffs.values():
+        handoff.require_room(settings.context_tokens, settings.target_tokens + 1)
     partners = wrong_documents(len(texts), settings.seed)
     header = _header(handoffs, texts, settings, label, arguments)
     with sole_writer(folder, "measurement"):
@@ -153,10 +155,11 @@ def summarise(folder: Path) -> dict[str, Any]:
 
     Raises:
         BadInput: no records.
+        CorruptFile: a header that is none.
     """
     from scipy import stats
 
-    header = read_json(folder / "header.json")
+    header = read_object(folder / "header.json", "settings", "label")
     records = read_records(folder / "records.jsonl")
     if not records:
         raise BadInput(
@@ -239,19 +242,25 @@ def _one(
 
 
 def _continue(held: Held, tail: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Log-probabilities ``[n, vocab]`` of what follows each tail token but the last."""
+    """Log-probabilities ``[n, vocab]`` of what follows each tail token but the last.
+
+    Context tokens that were left for the answering model (``held.rest``) are read first.
+    """
     model, device = held.loaded.model, held.loaded.device
-    positions = torch.arange(held.length, held.length + tail.numel(), device=device)
+    count = int(tail.numel())
+    ids = torch.cat((held.rest.to(tail.device), tail))
+    positions = torch.arange(held.length, held.length + ids.numel(), device=device)
     with torch.no_grad(), attention_outputs(model) as outputs:
         logits, _ = forward(
             model,
-            tail[None].to(device),
+            ids[None].to(device),
             positions[None],
             cache=fork(model, held.cache),
-            logits=0,
+            logits=count,
         )
     assert logits is not None
-    return logits[0, :-1].float().log_softmax(-1), outputs
+    scored = [output[-count:] for output in outputs]
+    return logits[0, -count:-1].float().log_softmax(-1), scored
 
 
 @contextmanager

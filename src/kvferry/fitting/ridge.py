@@ -8,6 +8,7 @@ follows from their moments alone, exactly. Seconds for any k and lambda.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,9 +75,9 @@ def fit(folder: Path, settings: FitSettings) -> FitResult:
         NotFinite: moments with NaN.
     """
     header, by_split = load_capture(folder, settings.direction)
-    if not settings.lambdas or min(settings.lambdas) <= 0:
+    if not settings.lambdas or not all(0 < value < math.inf for value in settings.lambdas):
         raise BadInput(
-            expected="lambdas above zero",
+            expected="finite lambdas above zero",
             got=str(list(settings.lambdas)),
             next_step="give e.g. --lambda 0.01",
         )
@@ -127,12 +128,19 @@ def _solve_target(
     best: tuple[float, float, Tensor] | None = None
     for value in result.settings.lambdas:
         left = standard + value * torch.eye(len(standard), dtype=torch.float64)
-        factor = torch.linalg.cholesky(left)
+        factor, failed = torch.linalg.cholesky_ex(left)
+        if int(failed):
+            continue  # too small for these moments: not positive definite any more
         weight = torch.cholesky_solve(right, factor) / scale[:, None]
         score = r_squared(by_split["select"], name, layers, weight, x_mean, y_mean)
         if best is None or score > best[0]:
             best = (score, value, weight)
-    assert best is not None
+    if best is None:
+        raise BadInput(
+            expected=f"a lambda large enough for target {name}",
+            got=str(list(result.settings.lambdas)),
+            next_step="give e.g. --lambda 0.001",
+        )
     _, result.lambdas[name], weight = best
     for split, moments in by_split.items():
         result.r2[split][name] = r_squared(moments, name, layers, weight, x_mean, y_mean)

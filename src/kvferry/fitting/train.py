@@ -146,6 +146,7 @@ class _Run:
                     self._save(self.folder / "checkpoint.safetensors")
                 advance(1)
         self._load(self.folder / "best.safetensors")
+        self.corrector.requires_grad_(False)  # trained; from here on it only serves
         summary = {
             "identity": self.identity,
             "settings": _plain(settings),
@@ -319,6 +320,11 @@ class Judged:
 
 def judge(ferry: Handoff, texts: Sequence[TuneText]) -> Judged:
     """Choices on held-out texts, after the handoff and after the wrong document's."""
+    with torch.no_grad():
+        return _judged(ferry, texts)
+
+
+def _judged(ferry: Handoff, texts: Sequence[TuneText]) -> Judged:
     hits = [0, 0]
     n = tokens = 0
     loss = 0.0
@@ -330,8 +336,7 @@ def judge(ferry: Handoff, texts: Sequence[TuneText]) -> Judged:
             if which == 0:
                 rows = [one.continuation for one in text.asked]
                 targets = torch.cat([row.answer for row in rows]).to(held.loaded.device)
-                with torch.no_grad():
-                    logits = answer_all(held.loaded, held.cache, rows).logits.float()
+                logits = answer_all(held.loaded, held.cache, rows).logits.float()
                 loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
                 tokens += int(targets.numel())
         n += len(text.asked)

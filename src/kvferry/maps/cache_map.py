@@ -67,6 +67,7 @@ class MapConfig(BaseModel):
         corrector: the residual trained beside the ridge, if there is one.
         corrector_sha256: of its file.
         tuned: what it was trained for and on, and by which run.
+        config_sha256: of the config itself, to notice a changed file.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -85,6 +86,12 @@ class MapConfig(BaseModel):
     corrector: CorrectorConfig | None = None
     corrector_sha256: str | None = None
     tuned: dict[str, Any] | None = None
+    config_sha256: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all the rest, quality left out: it stands in the file as ``config_sha256``."""
+        return sha256_text(sorted_json(self.model_dump(exclude={"quality", "config_sha256"})))
 
 
 class CacheMap:
@@ -115,7 +122,7 @@ class CacheMap:
 
         Figures measured later don't change it.
         """
-        named = self.config.model_dump(exclude={"quality"})
+        named = self.config.model_dump(exclude={"quality", "config_sha256"})
         for name in ("corrector", "corrector_sha256", "tuned"):
             if named[name] is None:  # as before there were correctors
                 del named[name]
@@ -290,6 +297,7 @@ class CacheMap:
             for name, target in self.targets.items()
         }
         self._grouped = None
+        self.config = self.config.model_copy(update={"config_sha256": self.config.digest})
         write_json(folder / CONFIG_NAME, self.config.model_dump())
         from kvferry.maps.card import card_text
 
@@ -482,7 +490,14 @@ def _read_config(path: Path) -> MapConfig:
             next_step="use the version of kvferry that wrote it, or fit the map again",
         )
     try:
-        return MapConfig.model_validate(value)
+        config = MapConfig.model_validate(value)
+        if config.config_sha256 is not None and config.config_sha256 != config.digest:
+            raise HashMismatch(
+                expected=f"sha256 {config.config_sha256} over {path}",
+                got=config.digest,
+                next_step="restore the file or fit the map again; nothing was deleted",
+            )
+        return config
     except ValidationError as error:
         first = error.errors()[0]
         raise CorruptFile(

@@ -112,6 +112,16 @@ class _Table(_Row):
     models: tuple[Entry, ...]
 
 
+def local_path(spec: str) -> Path | None:
+    """What is named as a path on this disk, or ``None`` if it can't be one."""
+    try:
+        path = Path(spec).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError):  # no such user, too long, a zero byte
+        return None
+    return path
+
+
 def cache_home() -> Path:
     """``$KVFERRY_HOME`` or ``~/.cache/kvferry``."""
     named = os.environ.get("KVFERRY_HOME")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,16 +27,6 @@ from kvferry.models.revision import (
 from kvferry.provenance import disk_full, sha256_file, write_json
 from kvferry.terminal import progress
 
-# Whatever a damaged file makes the parsers trip over; none of it may reach the user as a traceback.
-_PARSE_ERRORS = (
-    ValueError,
-    IndexError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    AssertionError,
-    struct.error,
-)
 # These say which program wrote the file, not what the model is: with them in, the same GGUF would
 # get another revision after every upgrade.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "_model_name_or_path")
@@ -221,9 +210,11 @@ def _damage_named(gguf: Path) -> Iterator[None]:
     """Turn what parsers raise on a damaged file into ``CorruptFile``."""
     try:
         yield
-    except KvferryError:
+    except (KvferryError, MemoryError):
         raise
-    except _PARSE_ERRORS as error:
+    except Exception as error:  # whatever a damaged file makes the parsers trip over
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's own trouble, not the file's
         raise CorruptFile(
             expected=f"a whole GGUF file in {gguf}",
             got=f"{gguf.stat().st_size} bytes that break off or do not parse "

@@ -20,7 +20,7 @@ from kvferry.errors import (
     Unreachable,
     UnsupportedGeometry,
 )
-from kvferry.models.catalog import cache_home, catalog, unknown_name
+from kvferry.models.catalog import cache_home, catalog, local_path, unknown_name
 from kvferry.models.geometry import Geometry
 from kvferry.models.load import load_config, load_tokenizer
 from kvferry.models.locate import HUB_PATTERNS
@@ -79,7 +79,9 @@ def locate_light(spec: str) -> Path:
             got=f"not pulled yet (state {row.state}, {row.download_bytes / 1e6:.0f} MB to fetch)",
             next_step=f"run `kvferry models pull {spec}`",
         )
-    path = Path(spec).expanduser()
+    path = local_path(spec)
+    if path is None:
+        raise unknown_name(spec)
     if path.is_dir():
         return path
     if path.suffix == ".gguf":

@@ -149,7 +149,15 @@ def _read_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> A
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        LookupError,
+        ArithmeticError,  # a config with no heads
+        TypeError,
+        AttributeError,
+    ) as error:
         raise _unreadable(path, error) from error
     except (ValueError, ImportError) as error:
         raise UnsupportedGeometry(
@@ -219,12 +227,15 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _device(name: str) -> torch.device:
+    wrong = BadInput(
+        expected="a device: cpu, cuda or cuda:N", got=repr(name), next_step="choose one of them"
+    )
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise BadInput(
-            expected="a device: cpu, cuda or cuda:N", got=repr(name), next_step="correct the name"
-        ) from error
+        raise wrong from error
+    if device.type not in ("cpu", "cuda"):
+        raise wrong
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadInput(
             expected=f"the device {name}",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import BadInput, Unreachable
-from kvferry.models.catalog import cache_home, catalog, unknown_name
+from kvferry.models.catalog import cache_home, catalog, local_path, unknown_name
 from kvferry.models.revision import remembered_sha256, revision
 from kvferry.terminal import say
 
@@ -74,7 +74,9 @@ def locate(spec: str, *, pull: bool = True) -> ModelFolder:
 
             pull_model(row)
         return ModelFolder(row.folder, spec, revision(row.folder))
-    path = Path(spec).expanduser()
+    path = local_path(spec)
+    if path is None:
+        raise unknown_name(spec)
     if path.is_dir():
         return ModelFolder(path, spec, revision(path))
     if path.suffix == ".gguf":

@@ -16,14 +16,16 @@ from kvferry.errors import CorruptFile, KvferryError
 from kvferry.models.catalog import cache_home
 from kvferry.provenance import read_json, sha256_file, sha256_text, write_json
 
+OLDER_TOKENIZERS = ("vocab.json", "merges.txt", "tokenizer.model", "vocab.txt")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def hashed_files(folder: Path) -> list[Path]:
     """The files that the revision covers, sorted by name.
 
-    ``config.json``, ``tokenizer.json``, the chat template and every ``*.safetensors``. Where no
-    file of its own holds the chat template it sits in ``tokenizer_config.json``, which then counts.
+    ``config.json``, ``tokenizer.json`` (or the older files it replaced), the chat template and
+    every ``*.safetensors``. Where no file of its own holds the chat template it sits in
+    ``tokenizer_config.json``, which then counts.
 
     Raises:
         CorruptFile: no ``config.json`` or no weights.
@@ -38,6 +40,8 @@ def hashed_files(folder: Path) -> list[Path]:
         )
     templates = [folder / name for name in TEMPLATE_FILES if (folder / name).is_file()]
     others = [folder / "config.json", folder / "tokenizer.json", *templates]
+    if not (folder / "tokenizer.json").is_file():
+        others += [folder / name for name in OLDER_TOKENIZERS]
     if not templates:
         others.append(folder / "tokenizer_config.json")
     return sorted([*weights, *(path for path in others if path.is_file())])

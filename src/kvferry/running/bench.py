@@ -49,6 +49,8 @@ def bench(
     Raises:
         BadInput: the text is too short.
     """
+    asked = int(ferry.layout.tail(QUESTION).numel())
+    ferry.require_room(max(lengths), asked + new_tokens)
     ids = ferry.layout.context(text)
     if ids.numel() < max(lengths):
         raise BadInput(
@@ -79,7 +81,7 @@ def bench(
         "warmup": warmup,
         "new_tokens": new_tokens,
         "lengths": rows,
-        "map_over_products": map_over_products(ferry, ids[: min(512, ids.numel())]),
+        "map_over_products": map_over_products(ferry, ids[: min(512, max(lengths))]),
         "machine": machine(),
         "threads": torch.get_num_threads(),
         "code": code_version(),

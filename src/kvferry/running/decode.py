@@ -33,6 +33,10 @@ from kvferry.running.timing import Spans, now
 _SAMPLING = threading.Lock()
 
 
+MIN_TEMPERATURE = 1e-3
+"""Below it logits over temperature overflow; 0 is greedy."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen.
@@ -58,9 +62,11 @@ class Sampling:
                 got=f"max_new_tokens {self.max_new_tokens}, top_p {self.top_p}",
                 next_step="choose e.g. 64 tokens and top_p 1",
             )
-        if not (0.0 <= self.temperature < math.inf and 0 <= self.seed < 2**63):
+        warm = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
+        if not (warm and 0 <= self.seed < 2**63):
             raise BadInput(
-                expected="a finite temperature of 0 or more, and a seed from 0 to 2^63 - 1",
+                expected=f"temperature 0, or a finite one of {MIN_TEMPERATURE} or more, and a "
+                "seed from 0 to 2^63 - 1",
                 got=f"temperature {self.temperature}, seed {self.seed}",
                 next_step="choose e.g. temperature 0 for greedy, seed 0",
             )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvferry.errors import BadInput, ContextTooLong, WrongPair
+from kvferry.errors import BadInput, ContextTooLong, CorruptFile, WrongPair
 from kvferry.maps.cache_map import CacheMap
 from kvferry.maps.linear import cache_features
 from kvferry.models.alignment import require_ids_in_range, require_same_tokens
@@ -122,6 +122,30 @@ class OptionScores:
         )
 
 
+def load_side(
+    cache_map: CacheMap, side: Literal["source", "receiver"], given: str | None, *, device: str
+) -> LoadedModel:
+    """One of a map's two models.
+
+    Args:
+        given: where it lies; ``None`` for the name in the map.
+
+    Raises:
+        BadInput: the name in the map is not one that can be loaded here.
+    """
+    if given is not None:
+        return load_model(given, device=device)
+    config = cache_map.config.source if side == "source" else cache_map.config.receiver
+    try:
+        return load_model(config.spec, device=device)
+    except BadInput as error:
+        raise BadInput(
+            expected=f"the map's {side}, {config.spec!r}: {error.expected}",
+            got=error.got,
+            next_step=f"say where it lies: --{side} FOLDER (in Python {side}=...)",
+        ) from error
+
+
 class Handoff:
     """A source, a receiver and the map between them."""
 
@@ -179,10 +203,15 @@ class Handoff:
                     got=f"{found.depth} layers in {loaded.spec}: {found.brief()}",
                     next_step="use the models named in the map's card",
                 )
-        stored = PromptLayout(**cache_map.config.layout)
-        self.layout: BoundLayout = (layout or stored).bind(receiver.tokenizer)
-        fitted_prefix = stored.bind(receiver.tokenizer).prefix_ids
-        if layout is not None and self.layout.prefix_ids != fitted_prefix:
+        fitted = PromptLayout.from_dict(cache_map.config.layout).bind(receiver.tokenizer)
+        if not allow_other_revision and fitted.identity != cache_map.config.layout_identity:
+            raise CorruptFile(
+                expected=f"the prompt layout {cache_map.config.layout_identity[:16]} in the map",
+                got=f"another one, {fitted.identity[:16]}",
+                next_step="restore the map's map.json; it was changed after the fit",
+            )
+        self.layout: BoundLayout = layout.bind(receiver.tokenizer) if layout else fitted
+        if layout is not None and self.layout.prefix_ids != fitted.prefix_ids:
             self.layout.require_same(cache_map.config.layout_identity, "the map")
         if len(self.layout.prefix_ids) < MIN_PREFIX_TOKENS:
             raise BadInput(
@@ -222,8 +251,8 @@ class Handoff:
         """
         cache_map = CacheMap.from_pretrained(map_source)
         return cls(
-            load_model(source or cache_map.config.source.spec, device=device),
-            load_model(receiver or cache_map.config.receiver.spec, device=device),
+            load_side(cache_map, "source", source, device=device),
+            load_side(cache_map, "receiver", receiver, device=device),
             cache_map,
             **options,
         )
@@ -455,16 +484,15 @@ class Handoff:
         self.prefix_cache(self.receiver)
         reading = self.read(self.source, body[:keep])
         spans.add("source_prefill", reading.seconds)
-        with torch.no_grad():
-            with spans.measure("map"):
-                read = self.canonical(reading.cache, body[:keep]).to(dtype=torch.float32)
-                features = cache_features(read)
-                values = self.map.ridge(features)
-            if self.map.corrector is not None:
-                with spans.measure("correct"):
-                    values = self.map.correct(features, values)
-            mapped = self.map.shaped(read, values, read.positions)
+        with spans.measure("map"):
+            read = self.canonical(reading.cache, body[:keep]).to(dtype=torch.float32)
+            features = cache_features(read)
+            values = self.map.ridge(features)
+        if self.map.corrector is not None:
+            with spans.measure("correct"):
+                values = self.map.correct(features, values)
         with spans.measure("inject"):
+            mapped = self.map.shaped(read, values, read.positions)
             mapped = mapped.to(device=self.receiver.device)
             require_finite(mapped, "the mapped cache")
             cache = self.inject(mapped)
@@ -508,6 +536,19 @@ class Handoff:
         reading = Reading(cache, now(loaded.device) - started)
         self._readings.put(loaded, self.layout, body, reading)
         return reading
+
+    def require_room(self, context_tokens: int, more_tokens: int) -> None:
+        """Refuse what is beyond either model's limit, before any work.
+
+        Args:
+            context_tokens: of the context, without the prefix.
+            more_tokens: read or generated after it.
+
+        Raises:
+            ContextTooLong: with both numbers.
+        """
+        for loaded in (self.source, self.receiver):
+            self._require_room(loaded, context_tokens, more_tokens)
 
     def _require_room(self, loaded: LoadedModel, body_tokens: int, more_tokens: int) -> None:
         limit = self.geometries[id(loaded)].max_positions

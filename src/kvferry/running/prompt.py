@@ -8,13 +8,13 @@ Special tokens written inside a context or a question stay plain text. One call:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvferry.errors import BadInput, WrongPair
+from kvferry.errors import BadInput, CorruptFile, WrongPair
 from kvferry.provenance import sha256_text
 
 MIN_PREFIX_TOKENS = 4
@@ -41,6 +41,25 @@ class PromptLayout:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> PromptLayout:
+        """A layout from ``to_dict``'s values.
+
+        Raises:
+            CorruptFile: other names, or values that are not texts.
+        """
+        names = {field.name for field in fields(cls)}
+        sound = isinstance(values, dict) and set(values) == names
+        for name, value in values.items() if sound else ():
+            sound = sound and (isinstance(value, str) or (name == "system" and value is None))
+        if not sound:
+            raise CorruptFile(
+                expected=f"a prompt layout with the texts {', '.join(sorted(names))}",
+                got=str(values)[:200],
+                next_step="restore the map's map.json",
+            )
+        return cls(**values)
 
     def bind(self, tokenizer: Any) -> BoundLayout:
         """Render through a tokenizer's chat template (or plainly, if it has none).
@@ -127,6 +146,7 @@ class BoundLayout:
         Raises:
             BadInput: an empty context.
         """
+        _require_text("context", text)
         if not text.strip():
             raise BadInput(
                 expected="a context with some text",
@@ -145,6 +165,7 @@ class BoundLayout:
         Raises:
             BadInput: an empty question.
         """
+        _require_text("question", question)
         if not question.strip():
             raise BadInput(
                 expected="a question",
@@ -184,6 +205,15 @@ class BoundLayout:
                 got=f"this layout ({self.identity[:16]})",
                 next_step="use the layout stored with the map, or fit a map for this one",
             )
+
+
+def _require_text(what: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise BadInput(
+            expected=f"a {what} that is a string",
+            got=type(text).__name__,
+            next_step="give the text itself",
+        )
 
 
 def _require_plain_pieces(tokenizer: Any) -> None:

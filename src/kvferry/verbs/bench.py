@@ -30,6 +30,8 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     warmup: Annotated[int, typer.Option(min=0)] = 1,
     new_tokens: Annotated[int, typer.Option(min=2)] = 16,
+    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
+    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Write the record to this JSON file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
@@ -47,8 +49,11 @@ def bench(
     from kvferry.terminal import print_json
     from kvferry.verbs.ask import read_text
 
+    if out and out.is_dir():
+        raise BadInput(expected="--out FILE.json", got=f"a folder, {out}", next_step="name a file")
+    ferry = Handoff.from_pretrained(map, source=source, receiver=receiver, device=device)
+    ferry.require_room(max(sizes), new_tokens)  # before a text of that length is made
     text = read_text(context) if context else shipped_text(max(sizes))
-    ferry = Handoff.from_pretrained(map, device=device)
     result = run(ferry, text, lengths=sizes, repeats=repeats, warmup=warmup, new_tokens=new_tokens)
     if out:
         write_json(out, result)
@@ -68,6 +73,8 @@ def facts(
     ridge: Annotated[
         bool, typer.Option("--ridge", help="Each map without its corrector as well.")
     ] = False,
+    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
+    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
@@ -84,7 +91,9 @@ def facts(
             got=", ".join(unknown),
             next_step="choose from these, separated by commas",
         )
-    handoffs = load_handoffs(map, device=device, ridge=ridge, keep=4)
+    handoffs = load_handoffs(
+        map, source=source, receiver=receiver, device=device, ridge=ridge, keep=4
+    )
     summary = run_choices(
         handoffs,
         {part: make_texts(part, n, seed=seed) for part in PARTS if part in chosen},

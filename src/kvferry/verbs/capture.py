@@ -28,7 +28,8 @@ def capture(
     k_max: Annotated[int, typer.Option(help="Source layers kept a target.", min=1)] = 6,
     memory: Annotated[str, typer.Option(help="Bound on moments, e.g. 8GB.")] = "8GB",
     section_chars: Annotated[
-        int | None, typer.Option(help="Cut texts at blank lines into documents of this size.")
+        int | None,
+        typer.Option(help="Cut texts at blank lines into documents of this size.", min=1),
     ] = None,
     column: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
     both_directions: Annotated[
@@ -38,7 +39,9 @@ def capture(
     plan_from: Annotated[
         Path | None, typer.Option(help="Take the choice of layers from this capture.")
     ] = None,
-    checkpoint_seconds: Annotated[float, typer.Option(help="Between checkpoints.")] = 240.0,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(help="Between checkpoints.", min=0.0)
+    ] = 240.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:

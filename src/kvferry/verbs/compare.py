@@ -25,9 +25,12 @@ def compare(
     ] = None,
     documents: Annotated[int, typer.Option(help="Of running text.", min=2)] = 16,
     section_chars: Annotated[
-        int | None, typer.Option(help="Cut texts at blank lines into documents of this size.")
+        int | None,
+        typer.Option(help="Cut texts at blank lines into documents of this size.", min=1),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the facts; not one that was tuned on.")] = 1000,
+    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
+    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
@@ -42,7 +45,9 @@ def compare(
     from kvferry.verbs.handoffs import load_handoffs
 
     prose = read_corpus(corpus, section_chars=section_chars) if corpus else None
-    ferries = load_handoffs(maps, device=device, ridge=ridge, keep=3 * documents)
+    ferries = load_handoffs(
+        maps, source=source, receiver=receiver, device=device, ridge=ridge, keep=3 * documents
+    )
     run_choices(
         ferries,
         {part: make_texts(part, n, seed=seed) for part in PARTS},

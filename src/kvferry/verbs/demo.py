@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvferry.errors import BadInput
+
 if TYPE_CHECKING:
     from kvferry.report.demo_result import ArmRow, DemoResult, Direction
     from kvferry.running.handoff import Arm, Handoff
@@ -54,6 +56,8 @@ def demo(
     from kvferry.report.demo_page import demo_page
     from kvferry.terminal import print_json, say
 
+    if out.exists() and not out.is_dir():
+        raise BadInput(expected="--out FOLDER", got=f"a file, {out}", next_step="name a folder")
     for name in PAIR:
         locate(name)
     say("loading both models in " + ("float32" if device == "cpu" else "bfloat16"))

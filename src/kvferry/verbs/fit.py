@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvferry.errors import BadInput
+
+if TYPE_CHECKING:
+    from kvferry.fitting.corpus import Document
 
 
 def register(app: typer.Typer) -> None:
@@ -18,11 +21,11 @@ def register(app: typer.Typer) -> None:
 def fit(
     capture: Annotated[Path, typer.Argument(help="Folder of a finished capture.")],
     out: Annotated[Path, typer.Option(help="Folder for the map.")],
-    k: Annotated[int | None, typer.Option(help="Source layers a target; default all captured.")] = (
-        None
-    ),
-    k_key: Annotated[int | None, typer.Option(help="The same for keys alone.")] = None,
-    k_value: Annotated[int | None, typer.Option(help="The same for values alone.")] = None,
+    k: Annotated[
+        int | None, typer.Option(help="Source layers a target; default all captured.", min=1)
+    ] = (None),
+    k_key: Annotated[int | None, typer.Option(help="The same for keys alone.", min=1)] = None,
+    k_value: Annotated[int | None, typer.Option(help="The same for values alone.", min=1)] = None,
     ridge: Annotated[
         list[float] | None, typer.Option("--lambda", help="Candidates; chosen on select documents.")
     ] = None,
@@ -32,8 +35,10 @@ def fit(
         list[str] | None,
         typer.Option(help="The capture's texts: adds figures on its test documents."),
     ] = None,
-    section_chars: Annotated[int | None, typer.Option(help="As in the capture.")] = None,
+    section_chars: Annotated[int | None, typer.Option(help="As in the capture.", min=1)] = None,
     test_texts: Annotated[int, typer.Option(help="Test documents to measure on.", min=2)] = 8,
+    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
+    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
     push: Annotated[str | None, typer.Option(help="Hub repository to upload the map to.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
@@ -56,11 +61,12 @@ def fit(
         lambdas=tuple(ridge or LAMBDAS),
         direction=direction,
     )
+    documents = _test_documents(capture, corpus, section_chars) if corpus else []
     result = solve(capture, settings)
     cache_map = build_map(result, stored=stored)  # type: ignore[arg-type]
     cache_map.save_pretrained(out)
     if corpus:
-        _add_test_figures(out, corpus, section_chars, test_texts, result.header)
+        _add_test_figures(out, documents, test_texts, source, receiver)
     else:
         say("no --corpus: attention-output cosine and top-1 agreement are not measured")
     if push:
@@ -83,20 +89,12 @@ def fit(
     print(f"{out}: {size / 1e6:.1f} MB, {config['source']} -> {config['receiver']}")
 
 
-def _add_test_figures(
-    out: Path,
-    corpus: list[str],
-    section_chars: int | None,
-    count: int,
-    header: dict,  # type: ignore[type-arg]
-) -> None:
-    import tempfile
-
+def _test_documents(capture: Path, corpus: list[str], section_chars: int | None) -> list[Document]:
+    """The capture's test documents, found again in its texts."""
     from kvferry.fitting.corpus import read_corpus
-    from kvferry.fitting.fidelity import FidelitySettings, measure, pick
-    from kvferry.running.handoff import Handoff
-    from kvferry.running.readings import Readings
+    from kvferry.provenance import read_object
 
+    header = read_object(capture / "capture.json", "items")
     wanted = {item["doc_id"] for item in header["items"] if item["split"] == "test"}
     documents = [
         d for d in read_corpus(corpus, section_chars=section_chars).documents if d.doc_id in wanted
@@ -107,7 +105,19 @@ def _add_test_figures(
             got="none of its test documents",
             next_step="give the same --corpus (and --section-chars) as the capture had",
         )
-    ferry = Handoff.from_pretrained(out, readings=Readings(4))
+    return documents
+
+
+def _add_test_figures(
+    out: Path, documents: list[Document], count: int, source: str | None, receiver: str | None
+) -> None:
+    import tempfile
+
+    from kvferry.fitting.fidelity import FidelitySettings, measure, pick
+    from kvferry.running.handoff import Handoff
+    from kvferry.running.readings import Readings
+
+    ferry = Handoff.from_pretrained(out, source=source, receiver=receiver, readings=Readings(4))
     settings = FidelitySettings()
     texts = pick(ferry, documents, count, settings)
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.errors import BadInput
 
@@ -17,6 +17,8 @@ def load_handoffs(
     *,
     device: str,
     keep: int,
+    source: str | None = None,
+    receiver: str | None = None,
     ridge: bool = False,
     **options: Any,
 ) -> dict[str, Handoff]:
@@ -24,6 +26,8 @@ def load_handoffs(
 
     Args:
         folders: map folders; their last names are the handoffs' names.
+        source: where the source lies, if not by the name in the map; for maps of one direction.
+        receiver: where the receiver lies, likewise.
         keep: native readings to keep.
         ridge: also each map without its corrector, named ``NAME (ridge)``.
         options: as for ``Handoff``.
@@ -32,8 +36,8 @@ def load_handoffs(
         BadInput: two folders of one name.
     """
     from kvferry.maps.cache_map import CacheMap
-    from kvferry.models.load import LoadedModel, load_model
-    from kvferry.running.handoff import Handoff
+    from kvferry.models.load import LoadedModel
+    from kvferry.running.handoff import Handoff, load_side
     from kvferry.running.readings import Readings
 
     names = [folder.resolve().name for folder in folders]
@@ -49,14 +53,23 @@ def load_handoffs(
         if ridge and maps[name].corrector is not None:
             maps[f"{name} (ridge)"] = maps[name].without_corrector()
     loaded: dict[str, LoadedModel] = {}
+
+    def side(cache_map: CacheMap, which: Literal["source", "receiver"]) -> LoadedModel:
+        given = source if which == "source" else receiver
+        config = cache_map.config.source if which == "source" else cache_map.config.receiver
+        spec = given or config.spec
+        if spec not in loaded:
+            loaded[spec] = load_side(cache_map, which, given, device=device)
+        return loaded[spec]
+
     readings = Readings(keep)
     handoffs = {}
     for name, cache_map in maps.items():
-        source, receiver = cache_map.config.source.spec, cache_map.config.receiver.spec
-        for spec in (source, receiver):
-            if spec not in loaded:
-                loaded[spec] = load_model(spec, device=device)
         handoffs[name] = Handoff(
-            loaded[source], loaded[receiver], cache_map, readings=readings, **options
+            side(cache_map, "source"),
+            side(cache_map, "receiver"),
+            cache_map,
+            readings=readings,
+            **options,
         )
     return handoffs

@@ -24,13 +24,16 @@ def measure(
         int, typer.Option(help="Last context tokens the receiver reads itself.", min=0)
     ] = 0,
     section_chars: Annotated[
-        int | None, typer.Option(help="Cut texts at blank lines into documents of this size.")
+        int | None,
+        typer.Option(help="Cut texts at blank lines into documents of this size.", min=1),
     ] = None,
     column: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     ridge: Annotated[
         bool, typer.Option("--ridge", help="Each map without its corrector as well.")
     ] = False,
+    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
+    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
@@ -45,7 +48,15 @@ def measure(
     documents = read_corpus(corpus, section_chars=section_chars, column=column)
     say(documents.summary())
     # A text is read once, also as another's wrong document.
-    handoffs = load_handoffs(map, device=device, keep=3 * n, ridge=ridge, tail_tokens=tail_tokens)
+    handoffs = load_handoffs(
+        map,
+        source=source,
+        receiver=receiver,
+        device=device,
+        keep=3 * n,
+        ridge=ridge,
+        tail_tokens=tail_tokens,
+    )
     settings = FidelitySettings(context_tokens, target_tokens, seed)
     texts = pick(next(iter(handoffs.values())), documents.documents, n, settings)
     summary = run(
@@ -95,8 +106,8 @@ def show(summary: dict) -> None:  # type: ignore[type-arg]
         )
         for test, value in entry["paired"].items():
             print(
-                f"  {test}: {value['better']} of {value['n']} documents, "
-                f"Wilcoxon one-sided p = {value['wilcoxon_one_sided_p']:.2g}"
+                f"  {test}: {value['better']}/{value['n']}, "
+                f"Wilcoxon p = {value['wilcoxon_one_sided_p']:.2g}"
             )
 
 

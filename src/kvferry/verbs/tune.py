@@ -63,6 +63,8 @@ def tune(
     ] = 64,
     answer_tokens: Annotated[int, typer.Option(help="Of the source's answers.", min=1)] = 48,
     cue: Annotated[str, typer.Option(help="Before the answers of rows.")] = "The answer is",
+    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
+    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
@@ -115,7 +117,9 @@ def tune(
             got=f"one with a corrector of kind {cache_map.corrector.config.kind}",
             next_step="tune the map it was tuned from",
         )
-    ferry = Handoff.from_pretrained(map, device=device, readings=Readings(keep_readings))
+    ferry = Handoff.from_pretrained(
+        map, source=source, receiver=receiver, device=device, readings=Readings(keep_readings)
+    )
     options = {
         "seed": seed,
         "held_out": held_out,
