@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.fitting.fidelity import summarise
+from kvferry.provenance import read_records
 
 ROOT = Path(__file__).resolve().parent.parent / "results"
 
@@ -168,7 +169,44 @@ def recovered(_: str) -> list[str]:
         "without anchors | source |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    return [*head, *brief("measure-anatomy"), *brief("measure-wikitext")]
+    folders = ("measure-anatomy", "measure-anatomy-generic", "measure-wikitext")
+    return [*head, *(line for folder in folders for line in brief(folder))]
+
+
+def generic(folder: str) -> list[str]:
+    """The corrected map's figures, and a paired test against the ridge alone on the same texts."""
+    from scipy import stats
+
+    ridge = {
+        r["doc_id"]: r["nll"]
+        for r in read_records(ROOT / "measure-anatomy" / "records.jsonl")
+        if r["map"] == "qwen-0.5b-to-1.5b"
+    }
+    rows = read_records(ROOT / folder / "records.jsonl")
+    gains = [ridge[r["doc_id"]]["transfer"] - r["nll"]["transfer"] for r in rows]
+    test = stats.wilcoxon(gains, alternative="greater")
+    return [
+        *fidelity(folder),
+        f"- against the ridge alone: loss lower on {sum(g > 0 for g in gains)} of {len(gains)} "
+        f"documents, by {sum(gains) / len(gains):.3f} nats, Wilcoxon one-sided p = "
+        f"{test.pvalue:.2g}",
+    ]
+
+
+def tuning(name: str) -> list[str]:
+    """How a corrector did on held-out texts while it was trained."""
+    record = load(name)
+    lines = [
+        "| step | chosen right | after the wrong document | held-out loss |",
+        "|---|---|---|---|",
+    ]
+    for row in record["log"]:
+        best = " (kept)" if row["step"] == record["best"]["step"] else ""
+        lines.append(
+            f"| {row['step']}{best} | {row['correct']}/{row['n']} | "
+            f"{row['wrong_document_correct']}/{row['n']} | {row['held_out_loss']:.3f} |"
+        )
+    return lines
 
 
 def speed(name: str) -> list[str]:
@@ -184,7 +222,8 @@ TABLES: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "recovered": (recovered, ""),
     "ttft": (ttft, ""),
     "anatomy": (fidelity, "measure-anatomy"),
-    "anatomy-tail32": (fidelity, "measure-anatomy-tail32"),
+    "anatomy-generic": (generic, "measure-anatomy-generic"),
+    "tuning-generic": (tuning, "tuned/qwen-0.5b-to-1.5b-generic/tune.json"),
     "wikitext": (fidelity, "measure-wikitext"),
     "demo": (demo, "demo/demo.json"),
     "bench-forward": (bench, "bench-0.5b-to-1.5b.json"),
