@@ -23,14 +23,20 @@ def test_pages_agree_with_their_records() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_kept_corrector_is_the_one_that_was_measured(tmp_path: Path) -> None:
-    name = "qwen-0.5b-to-1.5b"
-    shutil.copytree(ROOT / "results" / "tuned" / f"{name}-generic", tmp_path / "map")
+def test_the_kept_corrector_gives_the_losses_on_record(tmp_path: Path) -> None:
+    name, results = "qwen-0.5b-to-1.5b", ROOT / "results"
+    kept = results / "tuned" / f"{name}-generic"
+    shutil.copytree(kept, tmp_path / "map")
     ridge = ROOT / "src" / "kvferry" / "shipped_maps" / name / "map.safetensors"
     shutil.copy(ridge, tmp_path / "map")
-    header = json.loads((ROOT / "results/measure-anatomy-generic/header.json").read_text("utf-8"))
+    header = json.loads((results / "measure-anatomy-generic/header.json").read_text("utf-8"))
+    same = json.loads((kept / "same_losses.json").read_text("utf-8"))
     tuned = CacheMap.from_pretrained(tmp_path / "map")
-    assert tuned.identity == header["maps"][f"{name}-generic"]["identity"]
-    bare = CacheMap.from_pretrained(ridge.parent)
+    assert same["map"] == tuned.identity
+    assert same["record_maps"] == {f"{name}-generic": header["maps"][f"{name}-generic"]["identity"]}
+    assert same["n"] == len(header["texts"])
+    assert same["max_abs_difference_nats"] < 0.02
+    assert abs(same["mean_difference_nats"]) < 0.002
     assert tuned.config.tuned is not None
+    bare = CacheMap.from_pretrained(ridge.parent)
     assert tuned.config.tuned["from_map"] == bare.identity == tuned.without_corrector().identity

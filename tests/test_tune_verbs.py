@@ -63,7 +63,10 @@ def test_a_corrector_from_each_kind_of_data(
     made = run("tune", root / "map", *specs, "--out", tmp_path, *SHORT, *CUT)
     assert made["best"]["n"] > 0
     tuned = CacheMap.from_pretrained(tmp_path / "map")
+    ridge = CacheMap.from_pretrained(root / "map")
+    assert tuned.config.weights_sha256 == ridge.config.weights_sha256
     assert tuned.config.tuned is not None
+    assert tuned.config.tuned["from_map"] == tuned.without_corrector().identity == ridge.identity
     assert tuned.config.tuned["scope"] == scope
     card = (tmp_path / "map" / "README.md").read_text(encoding="utf-8")
     assert scope in card

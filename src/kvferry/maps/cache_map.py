@@ -158,14 +158,18 @@ class CacheMap:
         )
 
     def to(self, device: torch.device) -> CacheMap:
-        """The same map on another device."""
+        """The same map on another device; saved again, its weights keep their bytes."""
         corrector = None if self.corrector is None else self.corrector.to(device)
-        return CacheMap(self.config, {n: t.to(device) for n, t in self.targets.items()}, corrector)
+        moved = CacheMap(self.config, {n: t.to(device) for n, t in self.targets.items()}, corrector)
+        moved._packed = self._packed
+        return moved
 
     def without_corrector(self) -> CacheMap:
         """The ridge alone."""
         bare = {"corrector": None, "corrector_sha256": None, "tuned": None}
-        return CacheMap(self.config.model_copy(update=bare), self.targets)
+        ridge = CacheMap(self.config.model_copy(update=bare), self.targets)
+        ridge._packed = self._packed
+        return ridge
 
     def apply(self, cache: CanonicalCache, *, positions: Tensor) -> CanonicalCache:
         """Map a whole cache.
