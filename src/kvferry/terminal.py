@@ -70,7 +70,8 @@ class _RateColumn(ProgressColumn):
         if self._unit == "bytes":
             total = (task.total or 0) / 1e6
             return Text(f"{task.completed / 1e6:.0f}/{total:.0f} MB {speed / 1e6:.1f} MB/s")
-        return Text(f"{task.completed:.0f}/{task.total or 0:.0f} {self._unit} {speed:.1f}/s")
+        done = f"{task.completed:.0f}/{task.total or 0:.0f} {self._unit}"
+        return Text(f"{done} {speed_text(speed, self._unit)}")
 
 
 @contextmanager
@@ -97,6 +98,11 @@ def progress(label: str, *, total: float, unit: str, done: float = 0.0) -> Itera
         yield lambda units: bar.advance(task, units)
 
 
+def speed_text(rate: float, unit: str) -> str:
+    """Units a second, or seconds for one where that is easier to read."""
+    return f"{rate:.1f} {unit}/s" if rate >= 1.0 or rate <= 0.0 else f"{1.0 / rate:.1f} s each"
+
+
 def _plain_advance(label: str, *, total: float, unit: str, done: float) -> Advance:
     """Progress as a line every few seconds, for logs and pipes."""
     import time
@@ -115,7 +121,7 @@ def _plain_advance(label: str, *, total: float, unit: str, done: float) -> Advan
         scale, name = (1e6, "MB") if unit == "bytes" else (1.0, unit)
         say(
             f"{label}: {state['done'] / scale:.0f}/{total / scale:.0f} {name}, "
-            f"{rate / scale:.1f} {name}/s, {left:.0f} s left"
+            f"{speed_text(rate / scale, name)}, {left:.0f} s left"
         )
 
     return advance

@@ -102,10 +102,11 @@ def _against_controls(transfer: ArmRow, direction: Direction) -> str:
             f"The transfer does not beat {' or '.join(lost)}: these figures show no reading "
             "through it."
         )
-    if any(transfer.low <= row.high for row in controls):
+    near = [_PROSE_ARMS[row.arm] for row in controls if transfer.low <= row.high]
+    if near:
         return (
-            "The transfer is ahead of both controls, but the 95% intervals overlap: "
-            f"{transfer.n} questions don’t settle it."
+            "The transfer is ahead of both controls, but the 95% intervals overlap with "
+            f"{' and '.join(near)}: {transfer.n} questions don’t settle it."
         )
     return "The transfer beats both controls, and the 95% intervals don’t overlap."
 

@@ -115,7 +115,7 @@ def run(
     known: dict[tuple[str, str], Any] = {}
     started = time.monotonic()
     caveats = []
-    with progress("demo", total=len(rows) * len(ferries), unit="passages") as advance:
+    with progress("demo", total=len(rows) * len(ferries), unit="questions") as advance:
         for index, row in enumerate(rows):
             if time.monotonic() - started > 60 * minutes:
                 caveats.append(f"Stopped after {index} of {len(rows)} passages: out of time.")

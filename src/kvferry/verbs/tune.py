@@ -27,8 +27,9 @@ def tune(
     data: Annotated[
         list[str],
         typer.Option(
+            metavar="SPEC",
             help="facts:TEXTS[:SEED], text:CORPUS, rows:FILE.jsonl or source:FILE.jsonl|CORPUS; "
-            "=RATIO behind it weighs several."
+            "=RATIO behind it weighs several.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for checkpoints and the tuned map.")],
