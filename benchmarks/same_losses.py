@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from kvferry.fitting.corpus import read_corpus
-from kvferry.fitting.fidelity import _continue
+from kvferry.fitting.fidelity import score_tail, tail_loss
 from kvferry.provenance import code_version, machine, read_json, read_records, write_json
 from kvferry.running.handoff import Handoff
 from kvferry.terminal import progress
@@ -37,9 +37,8 @@ def main() -> None:
             end = settings["context_tokens"] + settings["target_tokens"] + 1
             held = ferry.hand_over_ids(ids[: settings["context_tokens"]], arm="transfer")
             tail = ids[settings["context_tokens"] : end]
-            log_probs, _ = _continue(held, tail)
-            loss = -float(log_probs.gather(1, tail[1:, None]).mean())
-            differences.append(loss - row["nll"]["transfer"])
+            log_probs, _ = score_tail(held, tail)
+            differences.append(tail_loss(log_probs, tail) - row["nll"]["transfer"])
             advance(1)
     write_json(
         given.out,

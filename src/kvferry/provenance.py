@@ -184,23 +184,27 @@ def start_records(folder: Path, header: dict[str, Any], *, same: Sequence[str]) 
     if not path.exists():
         write_json(path, header)
     else:
-        known = read_json(path)
+        known = read_object(path, *same)
         plain = json.loads(json.dumps(header))
-        if other := [key for key in same if known.get(key) != plain[key]]:
+        if other := [key for key in same if known[key] != plain[key]]:
             raise BadInput(
                 expected=f"an empty folder, or this run in {folder}",
                 got=f"a run with other {', '.join(other)}",
                 next_step="choose another --out, or remove that folder",
             )
     kept = read_records(records)
-    write_text(records, "".join(json.dumps(row, sort_keys=True) + "\n" for row in kept))
+    write_text(records, "".join(map(_line, kept)))
     return records
 
 
 def add_record(path: Path, row: dict[str, Any]) -> None:
     """Append one record as a line of sorted JSON."""
     with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row, sort_keys=True, allow_nan=False) + "\n")
+        stream.write(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ class CaptureStore:
         """
         if not (self.folder / "capture.json").exists():
             return False
-        _require_whole(self.folder)
+        _require_whole(self.folder, self.header())
         return True
 
     def header(self) -> dict[str, Any]:
@@ -92,12 +92,14 @@ class CaptureStore:
 
     def save_moments(self, moments: MomentsTable, items_done: int) -> None:
         """Write a checkpoint."""
-        _save(self.folder / "checkpoint.safetensors", moments, {"items_done": str(items_done)})
+        tensors = _tensors(moments)
+        entry = {"items_done": str(items_done), "sha256": _digest(tensors)}
+        _save(self.folder / "checkpoint.safetensors", tensors, entry)
 
     def finish(self, moments: MomentsTable, header: dict[str, Any]) -> None:
         """Write the final files; ``capture.json`` comes last and makes the capture complete."""
         path = self.folder / "moments.safetensors"
-        _save(path, moments, {"identity": header["identity"]})
+        _save(path, _tensors(moments), {"identity": header["identity"]})
         write_json(self.folder / "capture.json", {**header, "moments_sha256": sha256_file(path)})
         (self.folder / "checkpoint.safetensors").unlink(missing_ok=True)
 
@@ -122,7 +124,7 @@ def load_capture(folder: Path, direction: str) -> tuple[dict[str, Any], dict[str
             got=direction,
             next_step="capture again with --both-directions",
         )
-    path = _require_whole(folder)
+    path = _require_whole(folder, header)
     tensors, _ = _load(path, prefix=f"{direction}/")
     table = _table(tensors, {direction: header["plan"][direction]})
     return header, {split: table[direction, split] for split in SPLITS}
@@ -196,9 +198,9 @@ def _header(folder: Path) -> dict[str, Any]:
     return read_object(folder / "capture.json", *_HEADER_KEYS)
 
 
-def _require_whole(folder: Path) -> Path:
+def _require_whole(folder: Path, header: dict[str, Any]) -> Path:
     """The moments' path, after comparing their hash with the header's."""
-    want, path = _header(folder)["moments_sha256"], folder / "moments.safetensors"
+    want, path = header["moments_sha256"], folder / "moments.safetensors"
     found = sha256_file(path) if path.is_file() else "no such file"
     if found != want:
         raise CorruptFile(
@@ -217,12 +219,14 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _save(path: Path, moments: MomentsTable, header: dict[str, str]) -> None:
+def _tensors(moments: MomentsTable) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for (direction, split), value in moments.items():
         tensors.update(value.tensors(f"{direction}/{split}"))
-    if "items_done" in header:  # a checkpoint; the final file's hash stands in capture.json
-        header = {**header, "sha256": _digest(tensors)}
+    return tensors
+
+
+def _save(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, header)
 

@@ -23,6 +23,12 @@ SPLITS: tuple[Split, ...] = ("fit", "select", "test")
 _SUFFIXES = (".txt", ".jsonl", ".md")
 
 
+def split_of(doc_id: str) -> Split:
+    """fit (80 %), select (10 %) or test (10 %), from the id alone."""
+    bucket = int(doc_id[:8], 16) % 100
+    return "fit" if bucket < 80 else "select" if bucket < 90 else "test"
+
+
 @dataclass(frozen=True)
 class Document:
     """One text.
@@ -40,8 +46,7 @@ class Document:
     @property
     def split(self) -> Split:
         """fit (80 %), select (10 %) or test (10 %), from the id alone."""
-        bucket = int(self.doc_id[:8], 16) % 100
-        return "fit" if bucket < 80 else "select" if bucket < 90 else "test"
+        return split_of(self.doc_id)
 
 
 @dataclass(frozen=True)

@@ -224,13 +224,12 @@ def _one(
         "receiver_native_wrong_document": handoff.hand_over_ids(wrong, arm="receiver_native"),
     }
     row: dict[str, Any] = {"nll": {}, "top1": {}, "kl": {}, "cosine": {}}
-    native, native_outputs = _continue(held["receiver_native"], tail)
-    targets = tail[1:].to(native.device)
+    native, native_outputs = score_tail(held["receiver_native"], tail)
     for name in VARIANTS:
         log_probs, outputs = (
-            (native, native_outputs) if name == "receiver_native" else _continue(held[name], tail)
+            (native, native_outputs) if name == "receiver_native" else score_tail(held[name], tail)
         )
-        row["nll"][name] = -float(log_probs.gather(1, targets[:, None]).mean())
+        row["nll"][name] = tail_loss(log_probs, tail)
         if name == "receiver_native":
             continue
         row["top1"][name] = float((log_probs.argmax(-1) == native.argmax(-1)).float().mean())
@@ -241,7 +240,7 @@ def _one(
     return row
 
 
-def _continue(held: Held, tail: Tensor) -> tuple[Tensor, list[Tensor]]:
+def score_tail(held: Held, tail: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities ``[n, vocab]`` of what follows each tail token but the last.
 
     Context tokens that were left for the answering model (``held.rest``) are read first.
@@ -261,6 +260,11 @@ def _continue(held: Held, tail: Tensor) -> tuple[Tensor, list[Tensor]]:
     assert logits is not None
     scored = [output[-count:] for output in outputs]
     return logits[0, -count:-1].float().log_softmax(-1), scored
+
+
+def tail_loss(log_probs: Tensor, tail: Tensor) -> float:
+    """Mean negative log-likelihood of a tail's tokens but the first, nats a token."""
+    return -float(log_probs.gather(1, tail[1:, None].to(log_probs.device)).mean())
 
 
 @contextmanager

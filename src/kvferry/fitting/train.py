@@ -28,7 +28,7 @@ from kvferry.fitting.objectives import OBJECTIVES, Batch
 from kvferry.maps.corrector import Corrector, CorrectorConfig
 from kvferry.maps.linear import cache_features
 from kvferry.provenance import atomic_path, sha256_text, sole_writer, sorted_json, write_json
-from kvferry.running.choices import Asked, answer_all, choices
+from kvferry.running.choices import Asked, answer_all, likeliest, option_scores
 from kvferry.running.handoff import Handoff
 from kvferry.terminal import progress, say
 
@@ -331,14 +331,12 @@ def _judged(ferry: Handoff, texts: Sequence[TuneText]) -> Judged:
     for place, text in enumerate(texts):
         for which, read in enumerate((text, texts[place - 1])):
             held = ferry.hand_over_ids(read.body, arm="transfer")
-            found = choices(held.loaded, held.cache, text.asked)
-            hits[which] += sum(c == one.right for c, one in zip(found, text.asked, strict=True))
-            if which == 0:
-                rows = [one.continuation for one in text.asked]
-                targets = torch.cat([row.answer for row in rows]).to(held.loaded.device)
-                logits = answer_all(held.loaded, held.cache, rows).logits.float()
-                loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-                tokens += int(targets.numel())
+            found = option_scores(held.loaded, held.cache, text.asked)
+            for scores, one in zip(found, text.asked, strict=True):
+                hits[which] += likeliest(scores) == one.right
+                if which == 0:
+                    loss -= float(scores[one.right].sum())
+                    tokens += int(scores[one.right].numel())
         n += len(text.asked)
     return Judged(hits[0], hits[1], n, loss / tokens)
 

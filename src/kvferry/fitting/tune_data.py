@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvferry.errors import BadInput
-from kvferry.fitting.corpus import Document
+from kvferry.fitting.corpus import Document, split_of
 from kvferry.fitting.train import TuneText
 from kvferry.provenance import add_record, read_records, sha256_text
 from kvferry.running.choices import Asked
@@ -55,8 +55,8 @@ class TuneData:
     def weighted(self, ratio: float) -> TuneData:
         """The same, drawn ``ratio`` times for each draw of another source with ratio 1."""
         each = ratio / max(len(self.train), 1)
-        train = tuple(TuneText(t.text_id, t.body, t.asked, each) for t in self.train)
-        return TuneData(self.name, self.task, train, self.held_out)
+        train = tuple(replace(text, weight=each) for text in self.train)
+        return replace(self, train=train)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def task_rows(
             layout.context(groups[text_id][0].context),
             tuple(_asked(layout, row, cue) for row in groups[text_id]),
         )
-        split = Document("", "", text_id).split
+        split = split_of(text_id)
         if split == "fit":
             train.append(text)
         elif split == "select" and len(held) < held_out and len(text.asked[0].options) > 1:
@@ -275,7 +275,7 @@ def source_answers(
     bodies = {}
     for row in rows:
         ids = kept[row.text_id, row.question]
-        if ids and Document("", "", row.text_id).split == "fit":
+        if ids and split_of(row.text_id) == "fit":
             bodies[row.text_id] = ferry.layout.context(row.context)
             texts.setdefault(row.text_id, []).append(
                 Asked(ferry.layout.tail(row.question), (torch.tensor(ids),))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import BadInput
-from kvferry.judging.paired_stats import mcnemar_exact, wilson
-from kvferry.judging.tasks.facts import CUE, FactText
+from kvferry.judging.paired_stats import paired, wilson
+from kvferry.judging.tasks.facts import CUE, PARTS, VERSION, FactText, make_texts
 from kvferry.provenance import (
     add_record,
     code_version,
@@ -109,6 +109,29 @@ def run_choices(
     return summary
 
 
+def run_facts(
+    ferries: dict[str, Handoff],
+    folder: Path,
+    *,
+    texts: int,
+    seed: int,
+    parts: Sequence[str] = PARTS,
+) -> dict[str, Any]:
+    """The invented facts as a choice run.
+
+    Args:
+        texts: of each part, 16 questions each.
+        seed: of the texts; not one that was tuned on.
+        parts: of ``PARTS``.
+    """
+    return run_choices(
+        ferries,
+        {part: make_texts(part, texts, seed=seed) for part in PARTS if part in parts},
+        folder,
+        arguments={"task": VERSION, "texts": texts, "seed": seed, "parts": list(parts)},
+    )
+
+
 def _one(ferry: Handoff, text: FactText, other: FactText) -> dict[str, Any]:
     from kvferry.running.choices import choices
 
@@ -152,15 +175,8 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         entry["arms"][arm] = {"correct": right[arm], "low": low, "high": high}
         if arm == "transfer":
             continue
-        fixed = sum(t and not o for t, o in zip(hits["transfer"], hits[arm], strict=True))
-        lost = sum(o and not t for t, o in zip(hits["transfer"], hits[arm], strict=True))
-        one, two = mcnemar_exact(fixed, lost) if fixed + lost else (1.0, 1.0)
-        entry["paired"][f"transfer_against_{arm}"] = {
-            "fixed": fixed,
-            "regressed": lost,
-            "p_one_sided": one,
-            "p_two_sided": two,
-        }
+        test = paired(hits["transfer"], hits[arm])
+        entry["paired"][f"transfer_against_{arm}"] = test._asdict()
     entry["recovered"] = _share(right, "no_context", "receiver_native")
     weaker, stronger = sorted(("source_native", "receiver_native"), key=right.__getitem__)
     entry["gap_recovered"] = _share(right, weaker, stronger)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import BadInput
-from kvferry.judging.paired_stats import mcnemar_exact
+from kvferry.judging.paired_stats import paired
 from kvferry.provenance import read_json, read_records
 
 
@@ -42,7 +42,13 @@ def compare_choices(folder: Path) -> dict[str, Any]:
         rows = {}
         for name in names:
             mine = [hits[name][key] for key in shared]
-            rows[name] = {"correct": sum(mine), **_against(first, mine)}
+            test = paired(mine, first)
+            rows[name] = {
+                "correct": sum(mine),
+                "fixed": test.fixed,
+                "regressed": test.regressed,
+                "p_two_sided": test.p_two_sided,
+            }
         found[part] = {"n": len(shared), "maps": rows}
     return found
 
@@ -96,10 +102,3 @@ def _names(maps: dict[str, Any], folder: Path) -> list[str]:
             next_step="compare maps of one direction at a time",
         )
     return names
-
-
-def _against(first: list[bool], mine: list[bool]) -> dict[str, Any]:
-    fixed = sum(b and not a for a, b in zip(first, mine, strict=True))
-    lost = sum(a and not b for a, b in zip(first, mine, strict=True))
-    p = mcnemar_exact(fixed, lost)[1] if fixed + lost else 1.0
-    return {"fixed": fixed, "regressed": lost, "p_two_sided": p}

@@ -6,6 +6,9 @@ Refuses empty input: a share of nothing has no value. One call: ``wilson(24, 64)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from scipy.stats import binomtest
 
 from kvferry.errors import BadInput
@@ -76,3 +79,20 @@ def mcnemar_exact(fixed: int, regressed: int) -> tuple[float, float]:
     one_sided = float(binomtest(fixed, n, 0.5, alternative="greater").pvalue)
     two_sided = float(binomtest(fixed, n, 0.5, alternative="two-sided").pvalue)
     return one_sided, two_sided
+
+
+class Paired(NamedTuple):
+    """Two arms on the same items: who is right where the other is not, and McNemar's p."""
+
+    fixed: int
+    regressed: int
+    p_one_sided: float
+    p_two_sided: float
+
+
+def paired(new: Sequence[bool], old: Sequence[bool]) -> Paired:
+    """Compare right answers item by item; both p are 1 where the arms never disagree."""
+    fixed = sum(n and not o for n, o in zip(new, old, strict=True))
+    regressed = sum(o and not n for n, o in zip(new, old, strict=True))
+    one, two = mcnemar_exact(fixed, regressed) if fixed + regressed else (1.0, 1.0)
+    return Paired(fixed, regressed, one, two)

@@ -112,13 +112,17 @@ class _Table(_Row):
     models: tuple[Entry, ...]
 
 
-def local_path(spec: str) -> Path | None:
-    """What is named as a path on this disk, or ``None`` if it can't be one."""
+def local_path(spec: str) -> Path:
+    """What is named, as a path on this disk.
+
+    Raises:
+        BadInput: it can't be one.
+    """
     try:
         path = Path(spec).expanduser()
         path.exists()
-    except (RuntimeError, OSError, ValueError):  # no such user, too long, a zero byte
-        return None
+    except (RuntimeError, OSError, ValueError) as error:  # no such user, too long, a zero byte
+        raise unknown_name(spec) from error
     return path
 
 

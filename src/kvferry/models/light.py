@@ -80,8 +80,6 @@ def locate_light(spec: str) -> Path:
             next_step=f"run `kvferry models pull {spec}`",
         )
     path = local_path(spec)
-    if path is None:
-        raise unknown_name(spec)
     if path.is_dir():
         return path
     if path.suffix == ".gguf":

@@ -75,8 +75,6 @@ def locate(spec: str, *, pull: bool = True) -> ModelFolder:
             pull_model(row)
         return ModelFolder(row.folder, spec, revision(row.folder))
     path = local_path(spec)
-    if path is None:
-        raise unknown_name(spec)
     if path.is_dir():
         return ModelFolder(path, spec, revision(path))
     if path.suffix == ".gguf":

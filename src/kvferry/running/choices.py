@@ -89,21 +89,33 @@ def answer_all(loaded: LoadedModel, cache: DynamicCache, rows: list[Continuation
     return Answered(model.get_output_embeddings()(picked), picked)
 
 
-def choices(loaded: LoadedModel, cache: DynamicCache, asked: Sequence[Asked]) -> list[int]:
-    """Index of each question's likeliest option, by mean log-probability a token.
+def option_scores(
+    loaded: LoadedModel, cache: DynamicCache, asked: Sequence[Asked]
+) -> list[list[Tensor]]:
+    """Log-probabilities of each question's options, ``[n]`` float32 an option of n tokens.
 
     Questions whose options are all single tokens are answered in one pass.
     """
-    found: list[int | None] = [None] * len(asked)
+    found: dict[int, list[Tensor]] = {}
     short = [i for i, one in enumerate(asked) if all(o.numel() == 1 for o in one.options)]
     with torch.no_grad():
         if short:
             rows = [asked[i].continuation for i in short]
             logits = answer_all(loaded, cache, rows).logits
-            for i, row in zip(short, logits, strict=True):
-                found[i] = int(row[torch.cat(asked[i].options).to(row.device)].argmax())
+            for i, row in zip(short, logits.float().log_softmax(-1).cpu(), strict=True):
+                found[i] = list(row[torch.cat(asked[i].options)].split(1))
     for i, one in enumerate(asked):
-        if found[i] is None:
-            means = [float(r.mean()) for r in score(loaded, cache, one.tail, list(one.options))]
-            found[i] = max(range(len(means)), key=means.__getitem__)
-    return [int(c) for c in found if c is not None]
+        if i not in found:
+            found[i] = score(loaded, cache, one.tail, list(one.options))
+    return [found[i] for i in range(len(asked))]
+
+
+def likeliest(scores: Sequence[Tensor]) -> int:
+    """Index of the option with the highest mean log-probability a token."""
+    means = [float(each.mean()) for each in scores]
+    return max(range(len(means)), key=means.__getitem__)
+
+
+def choices(loaded: LoadedModel, cache: DynamicCache, asked: Sequence[Asked]) -> list[int]:
+    """Index of each question's likeliest option."""
+    return [likeliest(scores) for scores in option_scores(loaded, cache, asked)]

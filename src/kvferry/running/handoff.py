@@ -249,7 +249,25 @@ class Handoff:
             receiver: where the receiver lies, likewise.
             options: as for ``Handoff``.
         """
-        cache_map = CacheMap.from_pretrained(map_source)
+        return cls.from_map(
+            CacheMap.from_pretrained(map_source),
+            source=source,
+            receiver=receiver,
+            device=device,
+            **options,
+        )
+
+    @classmethod
+    def from_map(
+        cls,
+        cache_map: CacheMap,
+        *,
+        source: str | None = None,
+        receiver: str | None = None,
+        device: str = "cpu",
+        **options: Any,
+    ) -> Handoff:
+        """The same for a map that is loaded already."""
         return cls(
             load_side(cache_map, "source", source, device=device),
             load_side(cache_map, "receiver", receiver, device=device),

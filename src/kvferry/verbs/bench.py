@@ -79,8 +79,8 @@ def facts(
     json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
     """Ask about invented facts in all arms and controls: seen and unseen phrasings and kinds."""
-    from kvferry.judging.choice_runs import run_choices
-    from kvferry.judging.tasks.facts import PARTS, VERSION, make_texts
+    from kvferry.judging.choice_runs import run_facts
+    from kvferry.judging.tasks.facts import PARTS
     from kvferry.terminal import print_json
     from kvferry.verbs.handoffs import load_handoffs
 
@@ -94,12 +94,7 @@ def facts(
     handoffs = load_handoffs(
         map, source=source, receiver=receiver, device=device, ridge=ridge, keep=4
     )
-    summary = run_choices(
-        handoffs,
-        {part: make_texts(part, n, seed=seed) for part in PARTS if part in chosen},
-        out,
-        arguments={"task": VERSION, "texts": n, "seed": seed, "parts": chosen},
-    )
+    summary = run_facts(handoffs, out, texts=n, seed=seed, parts=chosen)
     if json:
         print_json(summary)
         return

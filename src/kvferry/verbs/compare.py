@@ -38,9 +38,8 @@ def compare(
     resumes."""
     from kvferry.fitting.corpus import read_corpus
     from kvferry.fitting.fidelity import FidelitySettings, measure, pick
-    from kvferry.judging.choice_runs import run_choices
+    from kvferry.judging.choice_runs import run_facts
     from kvferry.judging.compare import compare_choices, compare_losses
-    from kvferry.judging.tasks.facts import PARTS, VERSION, make_texts
     from kvferry.terminal import print_json
     from kvferry.verbs.handoffs import load_handoffs
 
@@ -48,12 +47,7 @@ def compare(
     ferries = load_handoffs(
         maps, source=source, receiver=receiver, device=device, ridge=ridge, keep=3 * documents
     )
-    run_choices(
-        ferries,
-        {part: make_texts(part, n, seed=seed) for part in PARTS},
-        out / "facts",
-        arguments={"task": VERSION, "texts": n, "seed": seed, "parts": list(PARTS)},
-    )
+    run_facts(ferries, out / "facts", texts=n, seed=seed)
     found: dict[str, Any] = {"facts": compare_choices(out / "facts")}
     if prose is not None:
         settings = FidelitySettings()

@@ -118,8 +118,8 @@ def tune(
             got=f"one with a corrector of kind {cache_map.corrector.config.kind}",
             next_step="tune the map it was tuned from",
         )
-    ferry = Handoff.from_pretrained(
-        map, source=source, receiver=receiver, device=device, readings=Readings(keep_readings)
+    ferry = Handoff.from_map(
+        cache_map, source=source, receiver=receiver, device=device, readings=Readings(keep_readings)
     )
     options = {
         "seed": seed,
