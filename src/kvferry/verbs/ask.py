@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.verbs.options import Device, Json, ReceiverAt, SourceAt, TailTokens
 
 if TYPE_CHECKING:
     from kvferry.running.handoff import Answer
@@ -30,20 +31,18 @@ def ask(
     other_context: Annotated[
         Path | None, typer.Option(help="Another text, for the wrong_document control.")
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
-    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
+    source: SourceAt = None,
+    receiver: ReceiverAt = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
-    tail_tokens: Annotated[
-        int, typer.Option(help="Last context tokens the receiver reads itself.", min=0)
-    ] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tail_tokens: TailTokens = 0,
+    device: Device = "cpu",
     allow_other_revision: Annotated[
         bool, typer.Option("--allow-other-revision", help="Use models the map was not made for.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Let the source read and the receiver answer."""
     text = read_text(context)

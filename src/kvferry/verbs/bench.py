@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.verbs.options import Device, Json, ReceiverAt, Ridge, SourceAt
 
 
 def register(app: typer.Typer) -> None:
@@ -30,9 +31,9 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     warmup: Annotated[int, typer.Option(min=0)] = 1,
     new_tokens: Annotated[int, typer.Option(min=2)] = 16,
-    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
-    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    source: SourceAt = None,
+    receiver: ReceiverAt = None,
+    device: Device = "cpu",
     out: Annotated[Path | None, typer.Option(help="Write the record to this JSON file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
 ) -> None:
@@ -70,13 +71,11 @@ def facts(
         "seen,unseen_phrasing,unseen_kinds"
     ),
     seed: Annotated[int, typer.Option(help="Of the texts; not one that was tuned on.")] = 1000,
-    ridge: Annotated[
-        bool, typer.Option("--ridge", help="Each map without its corrector as well.")
-    ] = False,
-    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
-    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    ridge: Ridge = False,
+    source: SourceAt = None,
+    receiver: ReceiverAt = None,
+    device: Device = "cpu",
+    json: Json = False,
 ) -> None:
     """Ask about invented facts in all arms and controls: seen and unseen phrasings and kinds."""
     from kvferry.judging.choice_runs import run_facts

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.verbs.options import Device, Json, SectionChars
 
 
 def register(app: typer.Typer) -> None:
@@ -27,10 +28,7 @@ def capture(
     per_document: Annotated[int, typer.Option(help="Texts taken from a document.", min=1)] = 2,
     k_max: Annotated[int, typer.Option(help="Source layers kept a target.", min=1)] = 6,
     memory: Annotated[str, typer.Option(help="Bound on moments, e.g. 8GB.")] = "8GB",
-    section_chars: Annotated[
-        int | None,
-        typer.Option(help="Cut texts at blank lines into documents of this size.", min=1),
-    ] = None,
+    section_chars: SectionChars = None,
     column: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
     both_directions: Annotated[
         bool, typer.Option("--both-directions", help="Keep receiver -> source moments as well.")
@@ -42,8 +40,8 @@ def capture(
     checkpoint_seconds: Annotated[
         float, typer.Option(help="Between checkpoints.", min=0.0)
     ] = 240.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    device: Device = "cpu",
+    json: Json = False,
 ) -> None:
     """Run documents through both models and keep float64 moments. Resumes where it stopped."""
     from kvferry.fitting.capture import CaptureSettings
@@ -78,7 +76,7 @@ def capture(
 def merge(
     captures: Annotated[list[Path], typer.Argument(help="Folders of finished captures.")],
     out: Annotated[Path, typer.Option(help="Folder for the merged capture.")],
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Add up captures of different texts that share one choice of source layers."""
     from kvferry.fitting.capture_store import merge_captures

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.verbs.options import Json
 
 if TYPE_CHECKING:
     from kvferry.fitting.check import CheckReport
@@ -40,7 +41,7 @@ def check(
         str | None,
         typer.Option(help="GFLOP/s of models and of float64, e.g. 400000,1000; default: measured."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Say whether a pair will work and what capture and fit will take. Reads no weights."""
     from kvferry.fitting.capture import CaptureSettings

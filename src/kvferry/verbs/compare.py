@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvferry.verbs.options import Device, Json, ReceiverAt, Ridge, SectionChars, SourceAt
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -16,23 +18,18 @@ def register(app: typer.Typer) -> None:
 def compare(
     maps: Annotated[list[Path], typer.Argument(help="Map folders; tests are against the first.")],
     out: Annotated[Path, typer.Option(help="Folder for records.")],
-    ridge: Annotated[
-        bool, typer.Option("--ridge", help="Each map without its corrector as well.")
-    ] = False,
+    ridge: Ridge = False,
     n: Annotated[int, typer.Option("-n", help="Texts of facts a part.", min=2)] = 8,
     corpus: Annotated[
         list[str] | None, typer.Option(help="Running text, for next-token losses.")
     ] = None,
     documents: Annotated[int, typer.Option(help="Of running text.", min=2)] = 16,
-    section_chars: Annotated[
-        int | None,
-        typer.Option(help="Cut texts at blank lines into documents of this size.", min=1),
-    ] = None,
+    section_chars: SectionChars = None,
     seed: Annotated[int, typer.Option(help="Of the facts; not one that was tuned on.")] = 1000,
-    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
-    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    source: SourceAt = None,
+    receiver: ReceiverAt = None,
+    device: Device = "cpu",
+    json: Json = False,
 ) -> None:
     """Invented facts in three parts, and running text if a corpus is given; a stopped run
     resumes."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.verbs.options import Device, Json
 
 if TYPE_CHECKING:
     from kvferry.report.demo_result import ArmRow, DemoResult, Direction
@@ -46,8 +47,8 @@ def demo(
         Path | None,
         typer.Option(help="Fit the maps anew from this capture, or from these texts (slow)."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    device: Device = "cpu",
+    json: Json = False,
 ) -> None:
     """Pull the Qwen pair, let one model read real passages and the other answer, in both
     directions, beside both models' own reading and the controls."""

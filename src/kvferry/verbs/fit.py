@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.verbs.options import Json, ReceiverAt, SourceAt
 
 if TYPE_CHECKING:
     from kvferry.fitting.corpus import Document
@@ -37,10 +38,10 @@ def fit(
     ] = None,
     section_chars: Annotated[int | None, typer.Option(help="As in the capture.", min=1)] = None,
     test_texts: Annotated[int, typer.Option(help="Test documents to measure on.", min=2)] = 8,
-    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
-    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
+    source: SourceAt = None,
+    receiver: ReceiverAt = None,
     push: Annotated[str | None, typer.Option(help="Hub repository to upload the map to.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Solve the ridge problems of a capture and write a map. R^2 needs no model; attention-output
     cosine and top-1 agreement on the test documents need --corpus and both models."""

@@ -7,6 +7,16 @@ from typing import Annotated
 
 import typer
 
+from kvferry.verbs.options import (
+    Device,
+    Json,
+    ReceiverAt,
+    Ridge,
+    SectionChars,
+    SourceAt,
+    TailTokens,
+)
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -20,22 +30,15 @@ def measure(
     n: Annotated[int, typer.Option("-n", help="Documents.", min=2)] = 32,
     context_tokens: Annotated[int, typer.Option(min=8)] = 447,
     target_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    tail_tokens: Annotated[
-        int, typer.Option(help="Last context tokens the receiver reads itself.", min=0)
-    ] = 0,
-    section_chars: Annotated[
-        int | None,
-        typer.Option(help="Cut texts at blank lines into documents of this size.", min=1),
-    ] = None,
+    tail_tokens: TailTokens = 0,
+    section_chars: SectionChars = None,
     column: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    ridge: Annotated[
-        bool, typer.Option("--ridge", help="Each map without its corrector as well.")
-    ] = False,
-    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
-    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    ridge: Ridge = False,
+    source: SourceAt = None,
+    receiver: ReceiverAt = None,
+    device: Device = "cpu",
+    json: Json = False,
 ) -> None:
     """Compare next-token losses after a handoff with native reading, no context and the wrong
     document. Records are kept for each document; a stopped run resumes."""

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvferry.verbs.options import Json
+
 if TYPE_CHECKING:
     from kvferry.models.catalog import Entry
 
 _Name = Annotated[str, typer.Argument(help="A name from `kvferry models list`.")]
-_Json = Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +24,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="models")
 
 
-def list_models(json: _Json = False) -> None:
+def list_models(json: Json = False) -> None:
     """Every named model with its size, licence and state: absent, partial or ready."""
     from kvferry.models.catalog import catalog
     from kvferry.terminal import print_json, print_table
@@ -42,7 +43,7 @@ def list_models(json: _Json = False) -> None:
     )
 
 
-def pull_model(name: _Name, json: _Json = False) -> None:
+def pull_model(name: _Name, json: Json = False) -> None:
     """Download, verify and convert a model. Resumes where it stopped; nothing to do when ready."""
     from kvferry.models.catalog import entry
     from kvferry.models.download import pull
@@ -76,7 +77,7 @@ def pull_model(name: _Name, json: _Json = False) -> None:
     typer.echo(str(done.folder))
 
 
-def show_model(name: _Name, json: _Json = False) -> None:
+def show_model(name: _Name, json: Json = False) -> None:
     """Licence, sources, every file with its sha256, and what is on this disk."""
     from kvferry.models.catalog import entry
     from kvferry.terminal import print_json

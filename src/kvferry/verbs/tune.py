@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.verbs.options import Device, Json, ReceiverAt, SourceAt
 
 if TYPE_CHECKING:
     from kvferry.fitting.tune_data import TuneData
@@ -64,10 +65,10 @@ def tune(
     ] = 64,
     answer_tokens: Annotated[int, typer.Option(help="Of the source's answers.", min=1)] = 48,
     cue: Annotated[str, typer.Option(help="Before the answers of rows.")] = "The answer is",
-    source: Annotated[str | None, typer.Option(help="Where the source lies.")] = None,
-    receiver: Annotated[str | None, typer.Option(help="Where the receiver lies.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    source: SourceAt = None,
+    receiver: ReceiverAt = None,
+    device: Device = "cpu",
+    json: Json = False,
 ) -> None:
     """Train a residual beside the ridge and write a map that carries it. Judged while it runs by
     accuracy on held-out texts beside the wrong document's; a stopped run resumes."""

@@ -1,0 +1,20 @@
+"""Options that several verbs share, each said once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")]
+SourceAt = Annotated[str | None, typer.Option(help="Where the source lies.")]
+ReceiverAt = Annotated[str | None, typer.Option(help="Where the receiver lies.")]
+Ridge = Annotated[bool, typer.Option("--ridge", help="Each map without its corrector as well.")]
+SectionChars = Annotated[
+    int | None,
+    typer.Option(help="Cut texts at blank lines into documents of this size.", min=1),
+]
+TailTokens = Annotated[
+    int, typer.Option(help="Last context tokens the receiver reads itself.", min=0)
+]
