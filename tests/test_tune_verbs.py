@@ -137,10 +137,16 @@ def test_what_is_held_out_is_disjoint() -> None:
     assert not set(facts.SEEN_NAMES.split()) & set(facts.UNSEEN_NAMES.split())
     assert not set(facts.SEEN_KINDS) & set(facts.UNSEEN_KINDS)
     assert not set(facts.SEEN_FRAMES) & set(facts.UNSEEN_FRAMES)
-    seen = " ".join(t.context for t in make_texts("seen", 40, seed=0))
+    texts = make_texts("seen", 40, seed=0)
+    seen = " ".join(text.context for text in texts)
+    asked = {question.text for text in texts for question in text.questions}
     for kind in facts.SEEN_KINDS:
         held = facts.CLAUSES[kind][-1].split("{v}")[0]
         assert held not in seen, kind
+        held_questions = {
+            facts.QUESTIONS[kind][-1].format(name=name) for name in facts.SEEN_NAMES.split()
+        }
+        assert not held_questions & asked, kind
 
 
 @pytest.mark.parametrize(
