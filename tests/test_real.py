@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from kvferry.demo_data import passages
+from kvferry.fitting.fidelity import score_tail, tail_loss
 from kvferry.models.catalog import catalog
 from kvferry.verbs.demo import BACKWARD, FORWARD, PAIR, make_ferries, map_folder
 
@@ -23,13 +23,6 @@ def ferries() -> dict:
             pytest.skip(f"{name} is not on disk: run `kvferry models pull {name}`")
     small, large = (load_model(name) for name in PAIR)
     return make_ferries({n: map_folder(n) for n in (FORWARD, BACKWARD)}, small, large)
-
-
-def _nll(held: object, tail: torch.Tensor) -> float:
-    from kvferry.fitting.fidelity import _continue
-
-    log_probs, _ = _continue(held, tail)  # type: ignore[arg-type]
-    return -float(log_probs.gather(1, tail[1:, None]).mean())
 
 
 @pytest.mark.parametrize("name", [FORWARD, BACKWARD])
@@ -48,7 +41,8 @@ def test_a_passage_s_second_half_is_likelier_after_the_handoff(ferries: dict, na
             "receiver_native": ferry.hand_over_ids(ids[:half], arm="receiver_native"),
         }
         for arm, value in held.items():
-            losses[arm] += _nll(value, ids[half : half + 48])
+            tail = ids[half : half + 48]
+            losses[arm] += tail_loss(score_tail(value, tail)[0], tail)
     benefit = losses["no_context"] - losses["receiver_native"]
     assert (losses["no_context"] - losses["transfer"]) / benefit > 0.5
     assert losses["transfer"] < losses["wrong_document"]
