@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvferry.errors import BadInput
 from kvferry.fitting.corpus import Document, wrong_documents
-from kvferry.models.cache import fork, forward
+from kvferry.models.cache import extend
 from kvferry.provenance import (
     add_record,
     code_version,
@@ -245,18 +245,10 @@ def score_tail(held: Held, tail: Tensor) -> tuple[Tensor, list[Tensor]]:
 
     Context tokens that were left for the answering model (``held.rest``) are read first.
     """
-    model, device = held.loaded.model, held.loaded.device
     count = int(tail.numel())
     ids = torch.cat((held.rest.to(tail.device), tail))
-    positions = torch.arange(held.length, held.length + ids.numel(), device=device)
-    with torch.no_grad(), attention_outputs(model) as outputs:
-        logits, _ = forward(
-            model,
-            ids[None].to(device),
-            positions[None],
-            cache=fork(model, held.cache),
-            logits=count,
-        )
+    with torch.no_grad(), attention_outputs(held.loaded.model) as outputs:
+        logits, _ = extend(held.loaded.model, held.cache, ids[None], logits=count)
     assert logits is not None
     scored = [output[-count:] for output in outputs]
     return logits[0, -count:-1].float().log_softmax(-1), scored

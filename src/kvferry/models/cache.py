@@ -208,6 +208,31 @@ def forward(
     return (output.logits if logits is not None else None), cache
 
 
+def extend(
+    model: Any, cache: DynamicCache, token_ids: Tensor, *, logits: int | None = None
+) -> tuple[Tensor | None, DynamicCache]:
+    """Read tokens behind a held cache, which stays as it is.
+
+    Args:
+        cache: layers of ``[1, H, T, D]``; every row goes on from it.
+        token_ids: ``[B, n]`` int64, at the positions after the cache's.
+        logits: as in ``forward``.
+
+    Returns:
+        logits ``[B, n, vocab]`` or ``None``, and the cache after the new tokens.
+    """
+    rows, count = token_ids.shape
+    held = int(cache.get_seq_length())
+    positions = torch.arange(held, held + count, device=model.device).expand(rows, -1)
+    return forward(
+        model,
+        token_ids.to(model.device),
+        positions,
+        cache=fork(model, cache, batch=rows),
+        logits=logits,
+    )
+
+
 def read(model: Any, token_ids: Tensor, positions: Tensor, revision: str) -> CanonicalCache:
     """Let a model read a text and keep its canonical cache.
 

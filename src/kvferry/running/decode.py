@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from kvferry.errors import BadInput, NotFinite
-from kvferry.models.cache import cache_argument, fork, forward
+from kvferry.models.cache import cache_argument, extend, fork
 from kvferry.models.load import LoadedModel
 from kvferry.running.timing import Spans, now
 
@@ -218,16 +218,11 @@ def score(
     Returns:
         per continuation the log-probability of each token, ``[n]`` float32.
     """
-    model, held = loaded.model, cache.get_seq_length()
-    tail = tail.to(loaded.device)
+    model = loaded.model
     with torch.no_grad():
-        positions = torch.arange(held, held + tail.numel(), device=loaded.device)
-        logits, read = forward(
-            model, tail[None], positions[None], cache=fork(model, cache), logits=1
-        )
+        logits, read = extend(model, cache, tail[None], logits=1)
         assert logits is not None
         first = logits[0, -1].float().log_softmax(-1)
-        held += int(tail.numel())
         results = []
         longest = max(int(c.numel()) for c in continuations) - 1
         steps = None
@@ -236,14 +231,7 @@ def score(
             ids = torch.zeros((len(continuations), longest), dtype=torch.int64)
             for row, continuation in enumerate(continuations):
                 ids[row, : continuation.numel() - 1] = continuation[:-1]
-            positions = torch.arange(held, held + longest, device=loaded.device)
-            steps, _ = forward(
-                model,
-                ids.to(loaded.device),
-                positions.expand(len(continuations), -1),
-                cache=fork(model, read, batch=len(continuations)),
-                logits=0,
-            )
+            steps, _ = extend(model, read, ids, logits=0)
         for row, continuation in enumerate(continuations):
             ids = continuation.to(loaded.device)
             parts = [first[ids[:1]]]

@@ -25,7 +25,7 @@ from kvferry.models.alignment import require_ids_in_range, require_same_tokens
 from kvferry.models.cache import (
     CanonicalCache,
     check_against,
-    fork,
+    extend,
     forward,
     from_transformers,
     require_finite,
@@ -415,14 +415,10 @@ class Handoff:
             held.loaded, held.length - len(self.layout.prefix_ids), int(tail.numel())
         )
         spans, model = held.spans.copy(), held.loaded.model
-        cache = fork(model, held.cache)
-        ids = tail[:-1].to(held.loaded.device)
+        cache, ids = held.cache, tail[:-1]
         if ids.numel():
             with spans.measure("tail"), torch.no_grad():
-                positions = torch.arange(
-                    held.length, held.length + ids.numel(), device=held.loaded.device
-                )
-                _, cache = forward(model, ids[None], positions[None], cache=cache)
+                _, cache = extend(model, cache, ids[None])
         identity = sha256_text(f"{held.identity} {tail[:-1].tolist()}")
         return replace(
             held,
@@ -544,13 +540,10 @@ class Handoff:
         if (known := self._readings.get(loaded, self.layout, body)) is not None:
             return known
         self._require_in_range(loaded, body)
-        before = fork(loaded.model, self.prefix_cache(loaded))
-        start = len(self.layout.prefix_ids)
+        before = self.prefix_cache(loaded)
         started = now(loaded.device)
-        ids = body.to(loaded.device)
-        positions = torch.arange(start, start + ids.numel(), device=loaded.device)
         with torch.no_grad():
-            _, cache = forward(loaded.model, ids[None], positions[None], cache=before)
+            _, cache = extend(loaded.model, before, body[None])
         reading = Reading(cache, now(loaded.device) - started)
         self._readings.put(loaded, self.layout, body, reading)
         return reading
