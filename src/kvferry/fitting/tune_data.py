@@ -168,6 +168,15 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def holds_rows(path: Path) -> bool:
+    """Whether a file is rows with questions, not running text: its first line says so."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        first = next((line for line in stream if line.strip()), "")
+    return '"question"' in first and '"context"' in first
+
+
 def _row(line: str, where: str) -> Row:
     problem = ""
     try:
