@@ -103,7 +103,9 @@ def test_it_learns_and_is_kept(ferry: Handoff, kind: str, tmp_path: Path) -> Non
         CacheMap.from_pretrained(tmp_path / "map")
 
 
-@pytest.mark.parametrize("objective", ["answers", "receiver_kl", "source_kl", "hidden"])
+@pytest.mark.parametrize(
+    "objective", ["answers", "receiver_kl", "source_kl", "hidden", "attention"]
+)
 def test_every_objective_falls(ferry: Handoff, objective: str, tmp_path: Path) -> None:
     settings = replace(SETTINGS, objectives={objective: 1.0}, judge_every=1, steps=20)
     summary = tune(ferry, texts(ferry, 0, 8), texts(ferry, 8, 2), settings, tmp_path / "run")
@@ -124,10 +126,12 @@ def test_a_killed_run_resumes_to_the_same_result(ferry: Handoff, tmp_path: Path)
             raise KeyboardInterrupt
         real(run)
 
+    ferry.map.corrector = None  # or it would be where the next run starts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train._Run, "_one_step", dies)
         with pytest.raises(KeyboardInterrupt):
             tune(ferry, *data, SETTINGS, tmp_path / "cut")
+    ferry.map.corrector = None
     again = tune(ferry, *data, SETTINGS, tmp_path / "cut")
     assert again == whole
     names = ("best.safetensors", "checkpoint.safetensors", "tune.json")
@@ -157,3 +161,42 @@ def test_check_tells_a_corrector_s_size_and_work(ferry: Handoff) -> None:
     made = Corrector(CorrectorConfig(rank=5), ferry.map.shape)
     assert corrector_parameters(2, 5, ours, theirs) == made.parameter_count == made.multiply_adds
     assert map_multiply_adds(2, ours, theirs) == ferry.map.multiply_adds
+
+
+def test_a_warm_start_matches_attention_first(ferry: Handoff, tmp_path: Path) -> None:
+    data = texts(ferry, 0, 8), texts(ferry, 8, 2)
+    settings = replace(SETTINGS, steps=12, warm_start=6, match_layers=(0, 2), judge_every=1)
+    losses = [row["loss"] for row in tune(ferry, *data, settings, tmp_path / "run")["log"][1:]]
+    assert losses[5] < losses[0]  # a relative error
+    assert losses[6] > 1.0  # then cross-entropy over a vocabulary
+    with pytest.raises(BadInput, match="layers to match from 0 to 2"):
+        tune(ferry, *data, replace(settings, match_layers=(3,)), tmp_path / "other")
+
+
+def test_recorded_attention_is_what_the_model_did(ferry: Handoff) -> None:
+    from kvferry.fitting.fidelity import attention_outputs
+    from kvferry.models.attention_probe import recorded_attention
+
+    model = ferry.receiver.model
+    ids = torch.arange(1, 9).view(2, 4)
+    with torch.no_grad():
+        plain = model(ids).logits
+        with recorded_attention(model) as calls, attention_outputs(model) as outputs:
+            recorded = model(ids).logits
+    assert torch.equal(recorded, plain)
+    assert model.config._attn_implementation == "sdpa"
+    for call, output in zip(calls, outputs, strict=True):
+        held = call.keys[:1, :, :2], call.values[:1, :, :2]
+        assert torch.allclose(call.output()[0], output, atol=1e-6)
+        assert torch.allclose(call.output_on(*held)[0], output, atol=1e-6)
+
+
+def test_going_on_from_a_corrector(ferry: Handoff, tmp_path: Path) -> None:
+    data = texts(ferry, 0, 8), texts(ferry, 8, 4)
+    first = tune(ferry, *data, SETTINGS, tmp_path / "first")
+    more = replace(SETTINGS, seed=1, steps=3)
+    second = tune(ferry, *data, more, tmp_path / "second")
+    start, end = second["log"][0], first["best"]
+    assert (start["correct"], start["held_out_loss"]) == (end["correct"], end["held_out_loss"])
+    with pytest.raises(BadInput, match="own corrector"):
+        tune(ferry, *data, replace(more, corrector=CorrectorConfig(rank=2)), tmp_path / "third")

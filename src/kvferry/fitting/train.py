@@ -28,7 +28,7 @@ from kvferry.fitting.objectives import OBJECTIVES, Batch
 from kvferry.maps.corrector import Corrector, CorrectorConfig
 from kvferry.maps.linear import cache_features
 from kvferry.provenance import atomic_path, sha256_text, sole_writer, sorted_json, write_json
-from kvferry.running.choices import Asked, answer_all, likeliest, option_scores
+from kvferry.running.choices import Asked, answer_all, likeliest, match_attention, option_scores
 from kvferry.running.handoff import Handoff
 from kvferry.terminal import progress, say
 
@@ -60,6 +60,8 @@ class TuneSettings:
         patience: judgements without a better one before stopping; 0 never stops early.
         checkpoint_every: steps between checkpoints.
         curriculum: read short contexts first, all lengths from half of the steps on.
+        warm_start: steps at the beginning that match attention outputs alone.
+        match_layers: receiver layers whose attention outputs are matched; ``None`` for all.
     """
 
     corrector: CorrectorConfig = field(default_factory=CorrectorConfig)
@@ -76,6 +78,12 @@ class TuneSettings:
     patience: int = 0
     checkpoint_every: int = 20
     curriculum: bool = False
+    warm_start: int = 0
+    match_layers: tuple[int, ...] | None = None
+
+    def objectives_at(self, step: int) -> dict[str, float]:
+        """What a step is trained for, name -> weight."""
+        return {"attention": 1.0} if step < self.warm_start else self.objectives
 
 
 def tune(
@@ -87,7 +95,7 @@ def tune(
 ) -> dict[str, Any]:
     """Train a corrector beside the handoff's map; resumes what it finds in ``folder``.
 
-    On return the handoff's map carries the best corrector.
+    A corrector that the map has is where it starts. On return the handoff's map carries the best.
 
     Raises:
         BadInput: no texts, an unknown objective, texts that are held out and trained on.
@@ -95,6 +103,7 @@ def tune(
         NotFinite: the loss is NaN.
     """
     _require_sound(texts, held_out, settings)
+    _require_layers(ferry, settings)
     identity = _identity(ferry, texts, held_out, settings)
     with sole_writer(folder, "tuning"):
         return _Run(ferry, texts, held_out, settings, folder, identity).go()
@@ -115,10 +124,12 @@ class _Run:
         self.ferry, self.settings, self.folder = ferry, settings, folder
         self.texts, self.held_out = list(texts), list(held_out)
         self.identity = identity
-        self.objectives = {name: OBJECTIVES[name] for name in settings.objectives}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self.corrector = Corrector(settings.corrector, ferry.map.shape)
+        self.start = ferry.map.corrector
+        if self.start is not None:
+            self.corrector.load_state_dict(self.start.state_dict())
         self.corrector.to(ferry.source.device)
         self.optimiser = torch.optim.AdamW(
             self.corrector.parameters(),
@@ -130,7 +141,7 @@ class _Run:
     def go(self) -> dict[str, Any]:
         self._resume()
         settings = self.settings
-        if self.step == 0:
+        if self.step == 0 and self.start is None:
             rows = [cache_features(self._canonical(text)) for text in self.texts[:16]]
             self.corrector.standardise([torch.cat(layer) for layer in zip(*rows, strict=True)])
         self.ferry.map.corrector = self.corrector
@@ -188,22 +199,30 @@ class _Run:
     def _loss(self, text: TuneText, asked: list[Asked]) -> Tensor:
         rows = [one.continuation for one in asked]
         ferry = self.ferry
+        weights = self.settings.objectives_at(self.step)
+        objectives = {name: OBJECTIVES[name] for name in weights}
         cache = ferry.inject(ferry.map_cache(self._canonical(text)))
-        student = answer_all(ferry.receiver, cache, rows)
-        receiver = source = None
+        student = receiver = source = None
+        matched: tuple[tuple[Tensor, Tensor], ...] = ()
+        if any(o.needs_student for o in objectives.values()):
+            student = answer_all(ferry.receiver, cache, rows)
+        if any(o.needs_attention for o in objectives.values()):
+            matched = match_attention(
+                ferry.receiver,
+                ferry.read(ferry.receiver, text.body).cache,
+                cache,
+                rows,
+                self.settings.match_layers,
+            )
         with torch.no_grad():
-            if any(o.needs_receiver for o in self.objectives.values()):
+            if any(o.needs_receiver for o in objectives.values()):
                 native = ferry.read(ferry.receiver, text.body).cache
                 receiver = answer_all(ferry.receiver, native, rows)
-            if any(o.needs_source for o in self.objectives.values()):
+            if any(o.needs_source for o in objectives.values()):
                 source = answer_all(ferry.source, ferry.read(ferry.source, text.body).cache, rows)
         targets = torch.cat([row.answer for row in rows]).to(ferry.receiver.device)
-        batch = Batch(targets, student, receiver, source)
-        losses = [
-            weight * self.objectives[name].loss(batch)
-            for name, weight in self.settings.objectives.items()
-        ]
-        return torch.stack(losses).sum()
+        batch = Batch(targets, student, receiver, source, matched)
+        return torch.stack([w * objectives[name].loss(batch) for name, w in weights.items()]).sum()
 
     def _canonical(self, text: TuneText) -> Any:
         with torch.no_grad():
@@ -384,6 +403,23 @@ def _require_sound(
         )
 
 
+def _require_layers(ferry: Handoff, settings: TuneSettings) -> None:
+    depth = ferry.map.receiver_geometry.depth
+    if beyond := [i for i in settings.match_layers or () if not 0 <= i < depth]:
+        raise BadInput(
+            expected=f"layers to match from 0 to {depth - 1}",
+            got=", ".join(map(str, beyond)),
+            next_step="choose among the receiver's layers",
+        )
+    own = ferry.map.corrector
+    if own is not None and own.config != settings.corrector:
+        raise BadInput(
+            expected=f"the settings of the map's own corrector: {own.config}",
+            got=str(settings.corrector),
+            next_step="go on with these, or tune the map it was tuned from",
+        )
+
+
 def _identity(
     ferry: Handoff,
     texts: Sequence[TuneText],
@@ -400,7 +436,13 @@ def _identity(
         ]
         for text in (*texts, *held_out)
     ]
-    named = [ferry.map.config.weights_sha256, ferry.layout.identity, _plain(settings), data]
+    named = [
+        ferry.map.config.weights_sha256,
+        *([] if ferry.map.corrector is None else [ferry.map.identity]),
+        ferry.layout.identity,
+        _plain(settings),
+        data,
+    ]
     return sha256_text(sorted_json(named))
 
 

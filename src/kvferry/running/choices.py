@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvferry.models.cache import cache_argument, fork
+from kvferry.models.attention_probe import recorded_attention
+from kvferry.models.cache import cache_argument, entries, fork
 from kvferry.models.load import LoadedModel
 from kvferry.running.decode import score
 
@@ -87,6 +88,38 @@ def answer_all(loaded: LoadedModel, cache: DynamicCache, rows: list[Continuation
         ]
     )
     return Answered(model.get_output_embeddings()(picked), picked)
+
+
+def match_attention(
+    loaded: LoadedModel,
+    native: DynamicCache,
+    cache: DynamicCache,
+    rows: list[Continuation],
+    layers: Sequence[int] | None,
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """What a model's own queries about a context get from another cache and from its own.
+
+    Args:
+        native: the model's own reading, layers of ``[1, H, T, D]``.
+        cache: another cache of the same length; differentiable.
+        rows: what is read behind the context; every token of theirs asks.
+        layers: which; ``None`` for all.
+
+    Returns:
+        a layer: outputs on ``cache`` and on ``native``, ``[N, heads * head_dim]``.
+    """
+    with torch.no_grad(), recorded_attention(loaded.model) as calls:
+        answer_all(loaded, native, rows)
+    lengths = torch.tensor([row.tail.numel() + row.answer.numel() - 1 for row in rows])
+    width = int(calls[0].query.shape[2])
+    real = (torch.arange(width) < lengths[:, None]).to(calls[0].query.device)
+    held = entries(cache)
+    found = []
+    for index in range(len(calls)) if layers is None else layers:
+        with torch.no_grad():
+            want = calls[index].output()[real]
+        found.append((calls[index].output_on(*held[index])[real], want))
+    return tuple(found)
 
 
 def option_scores(

@@ -12,6 +12,7 @@ from kvferry.verbs.options import Device, Json, ReceiverAt, SourceAt
 
 if TYPE_CHECKING:
     from kvferry.fitting.tune_data import TuneData
+    from kvferry.maps.cache_map import CacheMap
     from kvferry.running.handoff import Handoff
 
 FACTS_HELD_OUT_SEED = 500
@@ -36,7 +37,9 @@ def tune(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints and the tuned map.")],
     objective: Annotated[
         list[str] | None,
-        typer.Option(help="answers, receiver_kl, source_kl or hidden; =WEIGHT behind it."),
+        typer.Option(
+            help="answers, receiver_kl, source_kl, hidden or attention; =WEIGHT behind it."
+        ),
     ] = None,
     kind: Annotated[str, typer.Option(help="features, output, per_head or trunk.")] = "features",
     rank: Annotated[int, typer.Option(min=1)] = 32,
@@ -54,6 +57,15 @@ def tune(
     patience: Annotated[int, typer.Option(help="0 never stops early.", min=0)] = 0,
     checkpoint_every: Annotated[int, typer.Option(min=1)] = 20,
     curriculum: Annotated[bool, typer.Option("--curriculum", help="Short texts first.")] = False,
+    warm_start: Annotated[
+        int, typer.Option(help="First steps, which match attention outputs alone.", min=0)
+    ] = 0,
+    match_layers: Annotated[
+        str | None, typer.Option(help="Receiver layers for `attention`, e.g. 0,1,2.")
+    ] = None,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Start from the map's own corrector.")
+    ] = False,
     held_out: Annotated[int, typer.Option(help="Texts to judge on, a source.", min=2)] = 8,
     context_tokens: Annotated[int, typer.Option(help="Of running text.", min=8)] = 256,
     target_tokens: Annotated[int, typer.Option(help="Of running text.", min=8)] = 64,
@@ -90,8 +102,13 @@ def tune(
     specs = [weighted(spec) for spec in data]
     for spec, _ in specs:
         split_spec(spec)
+    cache_map = CacheMap.from_pretrained(map)
+    _require_start(cache_map, go_on)
+    own = cache_map.corrector
     settings = TuneSettings(
-        corrector=CorrectorConfig(
+        corrector=own.config
+        if own is not None
+        else CorrectorConfig(
             kind=kind,
             rank=rank,
             keys=place != "values",
@@ -111,14 +128,10 @@ def tune(
         patience=patience,
         checkpoint_every=checkpoint_every,
         curriculum=curriculum,
+        warm_start=warm_start,
+        match_layers=parse_layers(match_layers),
     )
-    cache_map = CacheMap.from_pretrained(map)
-    if cache_map.corrector is not None:
-        raise BadInput(
-            expected="a map without a corrector",
-            got=f"one with a corrector of kind {cache_map.corrector.config.kind}",
-            next_step="tune the map it was tuned from",
-        )
+    before = cache_map.identity
     ferry = Handoff.from_map(
         cache_map, source=source, receiver=receiver, device=device, readings=Readings(keep_readings)
     )
@@ -153,7 +166,7 @@ def tune(
                     key: summary["best"][key] for key in ("correct", "wrong_document_correct", "n")
                 },
                 "run": summary["identity"],
-                "from_map": cache_map.identity,
+                "from_map": before,
                 "code": code_version(),
             }
         }
@@ -168,6 +181,22 @@ def tune(
         f"{best['wrong_document_correct']}/{best['n']}"
     )
     print(f"{out / 'map'}: {summary['parameters'] / 1e6:.2f} M parameters beside the ridge")
+
+
+def _require_start(cache_map: CacheMap, go_on: bool) -> None:
+    own = cache_map.corrector
+    if own is not None and not go_on:
+        raise BadInput(
+            expected="a map without a corrector",
+            got=f"one with a corrector of kind {own.config.kind}",
+            next_step="tune the map it was tuned from, or go on from this one with --go-on",
+        )
+    if own is None and go_on:
+        raise BadInput(
+            expected="a map with a corrector, to go on from",
+            got="one without",
+            next_step="leave --go-on out",
+        )
 
 
 def weighted(text: str) -> tuple[str, float]:
@@ -227,6 +256,7 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
     from kvferry.fitting.corpus import read_corpus
     from kvferry.fitting.tune_data import (
         RunningText,
+        holds_rows,
         prompts_for,
         read_rows,
         running_text,
@@ -254,9 +284,9 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
             held_out=options["held_out"],
             name=name,
         )
-    try:
+    if holds_rows(Path(rest)):
         rows = read_rows(Path(rest))
-    except BadInput:
+    else:
         documents = read_corpus([rest]).documents
         rows = prompts_for(documents, chars=4 * options["context_tokens"])
     return source_answers(ferry, rows, out, max_new_tokens=options["answer_tokens"], name=name)
