@@ -22,7 +22,7 @@ def _section(book: int, number: int) -> str:
         f"Long ago {plant} number {book}{number} was gathered on the {place} for {use}. "
         f"In {book}{number} few people of chapter {book}{number} remember the {plant}.\n\n"
         f"The {trader} of {book}{number} paid {number + 2} coins in {book}{number} "
-        f"a bundle on the {place} in year {book}{number}. Then trade of {book}{number} in {use} ended."
+        f"a bundle on the {place} in year {book}{number}. Then trade in {use} ended."
     )
 
 

@@ -55,7 +55,9 @@ _OTHERS = re.compile(
     r"|^[a-e](, [a-e])*,? (and|or|nor) [a-e]\b|^(both|all|none|neither)$",
     re.IGNORECASE,
 )
-_NEGATED = re.compile(r"\b(not|except|false|incorrect|untrue|least)\b|n[’']t\b", re.IGNORECASE)
+_NEGATED = re.compile(
+    r"\b(not|cannot|except|false|incorrect|untrue)\b|(?<!at )\bleast\b|n[’']t\b", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
