@@ -28,6 +28,8 @@ VERBS = (
     "compare",
     "ask",
     "bench",
+    "judge",
+    "rows",
     "recipe",
     "demo",
 )

@@ -2,7 +2,9 @@
 
 Owns the run over texts (one line a text and arm, resumable) and what is counted from it: right
 answers with Wilson's interval, paired exact tests of the transfer against every other arm, and the
-share of the way from no context, and from the weaker model, to native reading. One call:
+share of the way from no context, and from the weaker model, to native reading. The likeliest
+option is the one with the highest mean log-likelihood a token (the headline, and what a corrector
+is judged by); the highest sum is recorded and counted beside it. One call:
 ``run_choices(ferries, parts, folder, arguments=...)``.
 """
 
@@ -14,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import BadInput
 from kvferry.judging.paired_stats import paired, wilson
-from kvferry.judging.tasks.facts import CUE, PARTS, VERSION, FactText, make_texts
+from kvferry.judging.tasks.choice_text import ChoiceText
+from kvferry.judging.tasks.facts import CUE, PARTS, VERSION, make_texts
+from kvferry.judging.tasks.words import holds_phrase, stems
 from kvferry.provenance import (
     add_record,
     code_version,
     machine,
     read_json,
     read_records,
+    sha256_text,
     sole_writer,
     start_records,
     write_json,
@@ -28,19 +33,20 @@ from kvferry.provenance import (
 from kvferry.terminal import progress
 
 if TYPE_CHECKING:
+    from kvferry.judging.tasks.openstax import QuestionSet
     from kvferry.running.choices import Asked
     from kvferry.running.handoff import Handoff
 
 ARMS = ("source_native", "transfer", "receiver_native", "no_context", "wrong_document")
 
 
-def asked_of(ferry: Handoff, text: FactText) -> tuple[Asked, ...]:
+def asked_of(ferry: Handoff, text: ChoiceText, cue: str = CUE) -> tuple[Asked, ...]:
     """A text's questions as token ids, each candidate with the blank that stands before it."""
     from kvferry.running.choices import Asked
 
     return tuple(
         Asked(
-            ferry.layout.tail(question.text, cue=CUE),
+            ferry.layout.tail(question.text, cue=cue),
             tuple(ferry.layout.continuation(f" {word}") for word in question.candidates),
             question.answer,
         )
@@ -50,23 +56,28 @@ def asked_of(ferry: Handoff, text: FactText) -> tuple[Asked, ...]:
 
 def run_choices(
     ferries: dict[str, Handoff],
-    parts: dict[str, Sequence[FactText]],
+    parts: dict[str, Sequence[ChoiceText]],
     folder: Path,
     *,
     arguments: dict[str, Any],
+    cue: str = CUE,
 ) -> dict[str, Any]:
     """Ask every question in every arm; resumes where it stopped.
 
     Args:
         ferries: name -> handoff; they may share ``Readings``.
-        parts: name -> texts; a wrong document is the text before, of the same part.
+        parts: name -> texts; a wrong document is the text before, of the same part and (where
+            texts have groups) of another group.
         folder: gets ``header.json``, ``records.jsonl`` and ``summary.json``.
+        arguments: what the run is, for the header; a folder of other ones is refused.
+        cue: first words of the answer, before an option.
 
     Returns:
         the summary.
 
     Raises:
-        BadInput: fewer than two texts in a part, or a folder of another run.
+        BadInput: fewer than two texts in a part, a text without a wrong document, or a folder of
+            another run.
     """
     if short := [name for name, texts in parts.items() if len(texts) < 2]:
         raise BadInput(
@@ -74,6 +85,7 @@ def run_choices(
             got=f"fewer in {', '.join(short)}",
             next_step="ask for more texts",
         )
+    others = {name: wrong_documents(texts) for name, texts in parts.items()}
     header = {
         "format": "kvferry-choices-1",
         "maps": {
@@ -86,7 +98,7 @@ def run_choices(
             for name, ferry in ferries.items()
         },
         "texts": {name: [text.text_id for text in texts] for name, texts in parts.items()},
-        "arguments": arguments,
+        "arguments": arguments if cue == CUE else arguments | {"cue": cue},
         "code": code_version(),
         "machine": machine(),
     }
@@ -100,7 +112,7 @@ def run_choices(
                     for name, ferry in ferries.items():
                         if (name, part, text.text_id) in done:
                             continue
-                        row = _one(ferry, text, texts[place - 1])
+                        row = _one(ferry, text, texts[others[part][place]], cue)
                         row |= {"map": name, "part": part, "text_id": text.text_id}
                         add_record(path, row)
                         advance(1)
@@ -132,16 +144,78 @@ def run_facts(
     )
 
 
-def _one(ferry: Handoff, text: FactText, other: FactText) -> dict[str, Any]:
-    from kvferry.running.choices import choices
+def run_questions(
+    ferries: dict[str, Handoff],
+    folder: Path,
+    questions: QuestionSet,
+    *,
+    n: int | None = None,
+    seed: int = 0,
+    cue: str = CUE,
+) -> dict[str, Any]:
+    """Review questions as a choice run of one part, named as the split.
 
-    asked = asked_of(ferry, text)
-    chosen = {}
+    Args:
+        n: at most this many questions; ``None`` for all.
+        seed: of the sample and of the excerpts' order.
+    """
+    from kvferry.judging.tasks import openstax
+
+    texts = openstax.choice_texts(questions.rows, n=n, seed=seed)
+    arguments = {
+        "task": openstax.VERSION,
+        "questions": questions.counts(),
+        "excerpts": sha256_text("\x00".join(text.context for text in texts)),
+        "n": n,
+        "seed": seed,
+        "headline": "mean log-likelihood a token",
+    }
+    return run_choices(ferries, {questions.split: texts}, folder, arguments=arguments, cue=cue)
+
+
+def wrong_documents(texts: Sequence[ChoiceText]) -> list[int]:
+    """For each text the number of another one: the nearest before it (in a circle) that may be.
+
+    Raises:
+        BadInput: all others are of its own group or state one of its answers.
+    """
+    read = [stems(text.context) if text.group else [] for text in texts]
+    found = []
+    for place, text in enumerate(texts):
+        answers = [stems(q.candidates[q.answer]) for q in text.questions]
+        for step in range(1, len(texts)):
+            other = (place - step) % len(texts)
+            if not text.group or (
+                texts[other].group != text.group
+                and not any(holds_phrase(read[other], answer) for answer in answers)
+            ):
+                found.append(other)
+                break
+        else:
+            raise BadInput(
+                expected=f"a wrong document for {text.text_id}",
+                got="only texts of its own group, or that state one of its answers",
+                next_step="ask about more texts",
+            )
+    return found
+
+
+def _one(ferry: Handoff, text: ChoiceText, other: ChoiceText, cue: str) -> dict[str, Any]:
+    from kvferry.running.choices import likeliest, option_scores
+
+    asked = asked_of(ferry, text, cue)
+    chosen, chosen_sum, sums = {}, {}, {}
     for arm in ARMS:
         held = ferry.hand_over(text.context, arm=arm, other_context=other.context)  # type: ignore[arg-type]
-        chosen[arm] = choices(held.loaded, held.cache, asked)
+        scores = option_scores(held.loaded, held.cache, asked)
+        chosen[arm] = [likeliest(each) for each in scores]
+        sums[arm] = [[round(float(option.sum()), 4) for option in each] for each in scores]
+        chosen_sum[arm] = [max(range(len(each)), key=each.__getitem__) for each in sums[arm]]
     return {
         "chosen": chosen,
+        "chosen_sum": chosen_sum,
+        "sums": sums,
+        "option_tokens": [[int(option.numel()) for option in one.options] for one in asked],
         "right": [question.answer for question in text.questions],
         "kinds": [question.kind for question in text.questions],
         "wrong_text_id": other.text_id,
@@ -163,13 +237,23 @@ def summarise_choices(folder: Path) -> dict[str, Any]:
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    hits = {
-        arm: [c == a for row in rows for c, a in zip(row["chosen"][arm], row["right"], strict=True)]
-        for arm in ARMS
-    }
+    entry: dict[str, Any] = {"texts": len(rows), **_counted(rows, "chosen")}
+    if all("chosen_sum" in row for row in rows):
+        entry["by_sum"] = _counted(rows, "chosen_sum")
+    entry["by_kind"] = _by_kind(rows)
+    return entry
+
+
+def _hits(rows: list[dict[str, Any]], arm: str, chosen: str) -> list[bool]:
+    return [c == a for row in rows for c, a in zip(row[chosen][arm], row["right"], strict=True)]
+
+
+def _counted(rows: list[dict[str, Any]], chosen: str) -> dict[str, Any]:
+    """Right answers, tests and shares by one way to choose: ``chosen`` or ``chosen_sum``."""
+    hits = {arm: _hits(rows, arm, chosen) for arm in ARMS}
     n = len(hits["transfer"])
     right = {arm: sum(found) for arm, found in hits.items()}
-    entry: dict[str, Any] = {"n": n, "texts": len(rows), "arms": {}, "paired": {}}
+    entry: dict[str, Any] = {"n": n, "arms": {}, "paired": {}}
     for arm in ARMS:
         low, high = wilson(right[arm], n)
         entry["arms"][arm] = {"correct": right[arm], "low": low, "high": high}
@@ -182,6 +266,15 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     entry["gap_recovered"] = _share(right, weaker, stronger)
     entry["weaker"] = weaker
     return entry
+
+
+def _by_kind(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    kinds = [kind for row in rows for kind in row["kinds"]]
+    table = {kind: {"n": kinds.count(kind), **dict.fromkeys(ARMS, 0)} for kind in sorted({*kinds})}
+    for arm in ARMS:
+        for kind, hit in zip(kinds, _hits(rows, arm, "chosen"), strict=True):
+            table[kind][arm] += hit
+    return table
 
 
 def _share(right: dict[str, int], low: str, high: str) -> float | None:

@@ -96,3 +96,8 @@ def paired(new: Sequence[bool], old: Sequence[bool]) -> Paired:
     regressed = sum(o and not n for n, o in zip(new, old, strict=True))
     one, two = mcnemar_exact(fixed, regressed) if fixed + regressed else (1.0, 1.0)
     return Paired(fixed, regressed, one, two)
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided exact sign test of wins against losses, ties left out; 1 where there are none."""
+    return mcnemar_exact(wins, losses)[1] if wins + losses else 1.0

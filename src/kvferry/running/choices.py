@@ -1,7 +1,7 @@
 """Many short continuations of one held context in one pass: scoring, choosing, training.
 
 Owns the batch of questions on one cache and where their logits are taken. One call:
-``choices(loaded, cache, asked)``.
+``option_scores(loaded, cache, asked)``.
 """
 
 from __future__ import annotations
@@ -147,8 +147,3 @@ def likeliest(scores: Sequence[Tensor]) -> int:
     """Index of the option with the highest mean log-probability a token."""
     means = [float(each.mean()) for each in scores]
     return max(range(len(means)), key=means.__getitem__)
-
-
-def choices(loaded: LoadedModel, cache: DynamicCache, asked: Sequence[Asked]) -> list[int]:
-    """Index of each question's likeliest option."""
-    return [likeliest(scores) for scores in option_scores(loaded, cache, asked)]

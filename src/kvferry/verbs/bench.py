@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.verbs.bench_tasks import prompts, questions
 from kvferry.verbs.options import Device, Json, ReceiverAt, Ridge, SourceAt
 
 
@@ -16,6 +17,8 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(invoke_without_command=True, no_args_is_help=True)
     group.callback()(bench)
     group.command("facts")(facts)
+    group.command("questions")(questions)
+    group.command("prompts")(prompts)
     app.add_typer(group, name="bench")
 
 
@@ -37,8 +40,8 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write the record to this JSON file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
 ) -> None:
-    """Time all arms in one run; medians with spread. The last line is JSON. With `facts`, ask
-    about invented facts instead."""
+    """Time all arms in one run; medians with spread. The last line is JSON. With `facts`,
+    `questions` or `prompts`, ask instead."""
     if context_.invoked_subcommand:
         return
     if map is None:

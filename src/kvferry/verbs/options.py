@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,4 +18,7 @@ SectionChars = Annotated[
 ]
 TailTokens = Annotated[
     int, typer.Option(help="Last context tokens the receiver reads itself.", min=0)
+]
+Data = Annotated[
+    Path, typer.Option(help="Folder of benchmark data, with openstax_mcq, mt_bench and so on.")
 ]

@@ -10,9 +10,9 @@ One call: ``make_texts("seen", 8, seed=1)``.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Literal
 
+from kvferry.judging.tasks.choice_text import ChoiceText, Question
 from kvferry.judging.tasks.facts_words import (
     CLAUSES,
     QUESTIONS,
@@ -35,33 +35,7 @@ MIXED_TEXTS = 0.5
 """Share of seen texts in which every person is told of in another way and order."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """One question about a text.
-
-    Attributes:
-        text: the question.
-        kind: which attribute is asked for.
-        candidates: the text's eight values of that attribute, shuffled.
-        answer: index of the right one.
-    """
-
-    text: str
-    kind: str
-    candidates: tuple[str, ...]
-    answer: int
-
-
-@dataclass(frozen=True)
-class FactText:
-    """A text and its questions."""
-
-    text_id: str
-    context: str
-    questions: tuple[Question, ...]
-
-
-def make_texts(part: Part, count: int, *, seed: int, questions: int = 16) -> list[FactText]:
+def make_texts(part: Part, count: int, *, seed: int, questions: int = 16) -> list[ChoiceText]:
     """Texts of one part; the same arguments give the same texts.
 
     Args:
@@ -76,7 +50,7 @@ def make_texts(part: Part, count: int, *, seed: int, questions: int = 16) -> lis
     return [_text(part, f"{part}-{seed}-{index}", generator, questions) for index in range(count)]
 
 
-def _text(part: Part, text_id: str, generator: random.Random, questions: int) -> FactText:
+def _text(part: Part, text_id: str, generator: random.Random, questions: int) -> ChoiceText:
     unseen = part != "seen"
     kinds = UNSEEN_KINDS if part == "unseen_kinds" else SEEN_KINDS
     names = generator.sample((UNSEEN_NAMES if unseen else SEEN_NAMES).split(), PEOPLE)
@@ -96,7 +70,7 @@ def _text(part: Part, text_id: str, generator: random.Random, questions: int) ->
         sentences.append(frame.format(name=name, a=said[0], b=said[1], c=said[2]))
     pairs = [(place, kind) for place in range(PEOPLE) for kind in chosen]
     asked = generator.sample(pairs, questions)
-    return FactText(
+    return ChoiceText(
         text_id,
         ("\n" if frame.startswith("-") and not mixed else " ").join(sentences),
         tuple(
