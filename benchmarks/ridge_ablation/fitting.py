@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvferry.provenance import (
     add_record,
@@ -27,7 +26,7 @@ from kvferry.provenance import (
 )
 from kvferry.terminal import progress
 
-from .layers import LayerMap, Plan, Target, fit_layer, load_block, make_plan
+from .layers import LayerMap, Plan, Reduced, Target, fit_layer, load_block, make_plan
 from .pieces import Readings, read_tensors, write_tensors
 from .variants import Variant, default_variants
 
@@ -73,13 +72,13 @@ def fit_variants(
             for target in variant.targets:
                 for layer in range(depth):
                     plan.blocks(variant, layer, target)
-        pc: dict[str, Tensor] = {}
+        pc = Reduced({}, {})
         with progress("fit", total=depth, unit="layers") as advance:
             for layer in range(depth):
                 missing = [v for v in variants if not _stem(folder, v, layer, ".json").exists()]
-                if any(v.all_layers for v in missing) and not pc:
+                if any(v.all_layers for v in missing) and not pc.rows:
                     splits = ("fit", "select", "test")
-                    pc = {s: load_block(readings, plan, s, "pc") for s in splits}
+                    pc.rows = {s: load_block(readings, plan, s, "pc") for s in splits}
                 if missing:
                     found = fit_layer(readings, plan, layer, missing, pc)
                     for variant in missing:

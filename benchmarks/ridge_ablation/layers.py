@@ -221,42 +221,64 @@ def load_goals(readings: Readings, plan: Plan, split: str, layer: int) -> dict[s
     return {"K": rows[:, :width], "V": rows[:, width:]}
 
 
+@dataclass
+class Reduced:
+    """The block ``pc``, the same for all receiver layers.
+
+    Attributes:
+        rows: split -> ``[N, F]``; empty where no variant takes it.
+        gram: its products over the fit's rows, once they are summed.
+    """
+
+    rows: dict[str, Tensor]
+    gram: dict[tuple[str, str], Tensor]
+
+
 def fit_layer(
-    readings: Readings, plan: Plan, layer: int, variants: list[Variant], pc: dict[str, Tensor]
+    readings: Readings, plan: Plan, layer: int, variants: list[Variant], pc: Reduced
 ) -> dict[str, tuple[LayerMap, dict[str, float]]]:
     """Every variant's map of one receiver layer, with its R^2 on the test rows.
 
-    Args:
-        pc: the reduced features by split, shared by all layers (empty if no variant needs them).
+    The rows of a split are in memory only while they are needed: first the fit's for the sums,
+    then the select's for lambda, then the test's.
     """
     projection = load_projection(readings, plan.answers, layer)
-    problems: dict[tuple[Any, ...], list[tuple[Variant, str]]] = defaultdict(list)
+    problems: dict[tuple[Any, ...], dict[tuple[str, ...], list[tuple[Variant, str]]]]
+    problems = defaultdict(lambda: defaultdict(list))
     for variant in variants:
         for target in variant.targets:
             blocks = plan.blocks(variant, layer, target)
-            problems[variant.weighting, variant.rows, blocks].append((variant, target))
-    names = sorted({name for key in problems for name in key[2]})
-    x = {
-        split: {n: pc[split] if n == "pc" else load_block(readings, plan, split, n) for n in names}
-        for split in ("fit", "select", "test")
-    }
-    y = {split: _targets(readings, plan, split, layer, projection, variants) for split in PROBE}
-    base = {t: rows.mean(0, dtype=torch.float64) for t, rows in y["fit"].items()}
-    y["fit"] = {t: rows - base[t].float() for t, rows in y["fit"].items()}
-    mean, scale = _standardise(x["fit"])
-    found: dict[str, LayerMap] = {variant.name: {} for variant in variants}
-    views = sorted({key[:2] for key in problems}, key=str)
-    for view in views:
-        weights = _row_weights(readings, plan, layer, *view)
-        mine = {key[2]: jobs for key, jobs in problems.items() if key[:2] == view}
+            problems[variant.weighting, variant.rows][blocks].append((variant, target))
+    names = sorted({name for view in problems.values() for key in view for name in key})
+
+    def features(split: str) -> dict[str, Tensor]:
+        return {
+            n: pc.rows[split] if n == "pc" else load_block(readings, plan, split, n) for n in names
+        }
+
+    x = features("fit")
+    y = _targets(readings, plan, "fit", layer, projection, variants)
+    base = {t: rows.mean(0, dtype=torch.float64) for t, rows in y.items()}
+    y = {t: rows - base[t].float() for t, rows in y.items()}
+    mean, scale = _standardise(x)
+    sums = {}
+    for view, mine in problems.items():
         asked = {(blocks, target) for blocks, jobs in mine.items() for _, target in jobs}
-        moments = BlockMoments.of(x["fit"], y["fit"], asked, weights)
+        known = pc.gram if view == (None, None) else {}
+        weights = _row_weights(readings, plan, layer, *view)
+        sums[view] = BlockMoments.of(x, y, asked, weights, known)
+        if view == (None, None):
+            pc.gram |= {k: g for k, g in sums[view].gram.items() if k == ("pc", "pc")}
+    del x
+    y = _targets(readings, plan, "select", layer, projection, variants)
+    x = features("select")
+    found: dict[str, LayerMap] = {variant.name: {} for variant in variants}
+    for view, mine in problems.items():
         for blocks, jobs in mine.items():
             center = torch.cat([mean[b] for b in blocks])
             deviation = torch.cat([scale[b] for b in blocks])
-            held = torch.cat([x["select"][b] for b in blocks], 1).double()
-            held = (held - center) / deviation
-            solved = _solve(readings, plan, layer, moments, blocks, jobs, held, y["select"], base)
+            held = torch.cat([x[b] for b in blocks], 1).double().sub_(center).div_(deviation)
+            solved = _solve(readings, plan, layer, sums[view], blocks, jobs, held, y, base)
             for (variant, target), (left, right, x_mean, bias, lam, numbers) in solved.items():
                 found[variant.name][target] = Target(
                     blocks,
@@ -267,10 +289,11 @@ def fit_layer(
                     lam,
                     numbers,
                 )
+        del sums[view]
+    x = features("test")
     goals = load_goals(readings, plan, "test", layer)
     return {
-        name: (maps, _r2(apply_layer(maps, x["test"], projection), goals))
-        for name, maps in found.items()
+        name: (maps, _r2(apply_layer(maps, x, projection), goals)) for name, maps in found.items()
     }
 
 
@@ -293,6 +316,10 @@ def _standardise(x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Ten
     """Standardised blocks put in the place of raw ones; their means and deviations, float64."""
     mean, scale = {}, {}
     for name, rows in x.items():
+        if name == "pc":  # centred by its making, and kept for the other layers
+            mean[name] = torch.zeros(rows.shape[1], dtype=torch.float64)
+            scale[name] = torch.ones(rows.shape[1], dtype=torch.float64)
+            continue
         mean[name] = rows.mean(0, dtype=torch.float64)
         spread = (rows - mean[name].float()).square().mean(0, dtype=torch.float64).sqrt()
         scale[name] = torch.where(spread > 1e-9, spread, torch.ones_like(spread))
@@ -355,10 +382,10 @@ def _solve(
     for variant, target in jobs:
         place = columns[target]
         bias = base[target] + y_mean[place]
-        solutions, numbers = full, gram.shape[0] * len(bias)
+        solutions, numbers = full, len(x_mean) * len(bias)
         if variant.same_head:
             masks = _head_rows(readings, plan, blocks)
-            solutions = _by_head(gram, cross[:, place], masks, lambdas)
+            solutions = _by_head(ridge, place, masks, lambdas)
             numbers = int(masks[0].sum()) * len(bias)
             place = slice(None)
         choice = {k: v for k, v in solutions.items() if variant.lam in (None, k)}
@@ -395,20 +422,22 @@ def _head_rows(readings: Readings, plan: Plan, blocks: tuple[str, ...]) -> list[
 
 
 def _by_head(
-    gram: Tensor, cross: Tensor, masks: list[Tensor], lambdas: set[float]
+    ridge: Ridge, place: slice, masks: list[Tensor], lambdas: set[float]
 ) -> dict[float, Tensor]:
+    """Lambda -> weights ``[F, W]`` with zeros between heads."""
     found: dict[float, Tensor] = {}
-    width = cross.shape[1] // len(masks)
+    right = ridge.right[:, place]
+    width = right.shape[1] // len(masks)
     for lam in sorted(lambdas):
-        weight = torch.zeros_like(cross)
+        weight = torch.zeros_like(right)
         for head, mask in enumerate(masks):
             outputs = slice(head * width, (head + 1) * width)
-            part = Ridge.of(gram[mask][:, mask], cross[mask, outputs]).solve(lam)
+            part = Ridge.of(ridge.gram[mask][:, mask], right[mask, outputs].clone()).solve(lam)
             if part is None:
                 break
             weight[mask, outputs] = part
         else:
-            found[lam] = weight
+            found[lam] = weight / ridge.scale[:, None]
     return found
 
 

@@ -45,6 +45,7 @@ class BlockMoments:
         y: dict[str, Tensor],
         problems: Iterable[Problem],
         weights: Tensor,
+        known: dict[tuple[str, str], Tensor] | None = None,
     ) -> BlockMoments:
         """Sum over rows.
 
@@ -53,8 +54,9 @@ class BlockMoments:
             y: target -> ``[N, W]`` float32.
             problems: what will be asked for.
             weights: ``[N]``; rows from the first ``len(weights)`` on are left out.
+            known: products of blocks summed before over the same rows and weights.
         """
-        problems = list(problems)
+        problems, known = list(problems), known or {}
         pairs = {(a, b) for blocks, _ in problems for a in blocks for b in blocks if a <= b}
         crosses = {(a, target) for blocks, target in problems for a in blocks}
         names, targets = sorted({a for a, _ in crosses}), sorted({t for _, t in crosses})
@@ -65,7 +67,7 @@ class BlockMoments:
         moments = cls(
             float(weights.double().sum()),
             {a: zeros(x[a].shape[1]) for a in names},
-            {(a, b): zeros(x[a].shape[1], x[b].shape[1]) for a, b in sorted(pairs)},
+            {(a, b): zeros(x[a].shape[1], x[b].shape[1]) for a, b in sorted(pairs - known.keys())},
             {(a, t): zeros(x[a].shape[1], y[t].shape[1]) for a, t in sorted(crosses)},
             {t: zeros(y[t].shape[1]) for t in targets},
         )
@@ -85,6 +87,7 @@ class BlockMoments:
                 for t in targets:
                     if (a, t) in moments.cross:
                         moments.cross[a, t].addmm_(left, goals[t])
+        moments.gram |= {pair: known[pair] for pair in pairs & known.keys()}
         return moments
 
     def problem(
@@ -95,6 +98,7 @@ class BlockMoments:
         y_mean = torch.cat([self.y_sum[t] for t in targets]) / self.weight
         gram = torch.cat([torch.cat([self._pair(a, b) for b in blocks], 1) for a in blocks])
         cross = torch.cat([torch.cat([self.cross[a, t] for t in targets], 1) for a in blocks])
+        # cat copies, so the sums stay as they are.
         gram.div_(self.weight).addr_(x_mean, x_mean, alpha=-1.0)
         cross.div_(self.weight).addr_(x_mean, y_mean, alpha=-1.0)
         return gram, cross, x_mean, y_mean
@@ -119,11 +123,11 @@ class Ridge:
 
     @classmethod
     def of(cls, gram: Tensor, cross: Tensor) -> Ridge:
-        """Scale a problem."""
+        """Scale a problem; its two tensors are used up (for wide features they are large)."""
         variance = gram.diagonal().clone()
         scale = variance.clamp_min(1e-12).sqrt()
         scale = torch.where(variance > 1e-10, scale, torch.full_like(scale, torch.inf))
-        return cls(gram / torch.outer(scale, scale), cross / scale[:, None], scale)
+        return cls(gram.div_(scale[:, None]).div_(scale), cross.div_(scale[:, None]), scale)
 
     def solve(self, lam: float) -> Tensor | None:
         """Weights ``[F, W]``, or ``None`` where lambda is too small for these moments."""
