@@ -315,8 +315,10 @@ def test_what_is_refused(root: Path, readings: Readings, tmp_path: Path) -> None
     same = read_command(root, tmp_path / "z")
     same[same.index("--test") + 1] = root / "mill.jsonl"
     assert ask(*same) == 2
+    assert half(torch.tensor([1e6]), "a layer").tolist() == [1e6]
+    assert half(torch.tensor([0.5]), "a layer").dtype == torch.float16
     with pytest.raises(NotFinite):
-        half(torch.tensor([1e6]), "a layer")
+        half(torch.tensor([torch.nan]), "a layer")
 
 
 def test_the_default_list_fits_the_pair() -> None:

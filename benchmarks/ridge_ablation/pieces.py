@@ -149,19 +149,20 @@ def _take(
 
 
 def half(values: Tensor, what: str) -> Tensor:
-    """float16, refusing what doesn't fit.
+    """float16; a tensor with numbers beyond its range stays float32 (rare massive activations).
 
     Raises:
-        NotFinite: NaN, infinity, or beyond float16's range.
+        NotFinite: NaN or infinity.
     """
-    small = values.detach().half()
-    if not bool(torch.isfinite(small).all()):
+    values = values.detach()
+    if not bool(torch.isfinite(values).all()):
         raise NotFinite(
-            expected=f"numbers that float16 can hold in {what}",
-            got=f"up to {float(values.abs().max()):.3g}",
-            next_step="this pair needs readings in another format; nothing was written",
+            expected=f"finite numbers in {what}",
+            got="NaN or infinity",
+            next_step="load the models in float32",
         )
-    return small.contiguous()
+    small = values.half()
+    return small.contiguous() if bool(torch.isfinite(small).all()) else values.float().contiguous()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

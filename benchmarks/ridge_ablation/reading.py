@@ -166,7 +166,7 @@ def read_pieces(
     Raises:
         WrongPair: the folder holds other readings.
         BadInput: another process is reading into the folder.
-        NotFinite: numbers that float16 can't hold.
+        NotFinite: a model gave NaN or infinity.
     """
     sides = dict(zip(SIDES, (source, receiver), strict=True))
     require_same_tokens(source.tokenizer, receiver.tokenizer)
