@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ridge_ablation.table import table_lines
+
 from kvferry.fitting.fidelity import summarise
 from kvferry.provenance import read_records
 
@@ -218,6 +220,10 @@ def speed(name: str) -> list[str]:
     ]
 
 
+def ridge(folder: str) -> list[str]:
+    return table_lines(ROOT / folder)
+
+
 TABLES: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "recovered": (recovered, ""),
     "ttft": (ttft, ""),
@@ -230,6 +236,8 @@ TABLES: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "bench-backward": (bench, "bench-1.5b-to-0.5b.json"),
     "capture-speed": (speed, "capture_speed.json"),
     "k-sweep": (sweep, "k_sweep.json"),
+    "ridge-forward": (ridge, "ridge-ablation/forward"),
+    "ridge-backward": (ridge, "ridge-ablation/backward"),
 }
 BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -243,7 +251,8 @@ def render(match: re.Match[str]) -> str:
 def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
-    for page in (ROOT.parent / "README.md", ROOT.parent / "docs" / "results.md"):
+    docs = ROOT.parent / "docs"
+    for page in (ROOT.parent / "README.md", docs / "results.md", docs / "ridge-ablation.md"):
         text = page.read_text(encoding="utf-8")
         made = BLOCK.sub(render, text)
         if made != text:
