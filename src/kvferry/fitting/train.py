@@ -69,7 +69,7 @@ class TuneSettings:
     steps: int = 200
     batch: int = 8
     accumulate: int = 1
-    learning_rate: float = 3e-4
+    learning_rate: float = 1.5e-3
     warmup: int = 10
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -143,7 +143,8 @@ class _Run:
         settings = self.settings
         if self.step == 0 and self.start is None:
             rows = [cache_features(self._canonical(text)) for text in self.texts[:16]]
-            self.corrector.standardise([torch.cat(layer) for layer in zip(*rows, strict=True)])
+            features = [torch.cat(layer) for layer in zip(*rows, strict=True)]
+            self.corrector.standardise(features, self.ferry.map.ridge(features))
         self.ferry.map.corrector = self.corrector
         if not self.log:
             self._judge()

@@ -318,7 +318,7 @@ class CacheMap:
                 next_step="tune again with a lower learning rate",
             )
         packed = {
-            name: tensor if name in ("center", "scale") else tensor.to(torch.bfloat16)
+            name: tensor if name in ("center", "scale", "size") else tensor.to(torch.bfloat16)
             for name, tensor in state.items()
         }
         with atomic_path(path) as temporary:
@@ -462,6 +462,8 @@ def _read_corrector(path: Path, cache_map: CacheMap) -> Corrector:
     corrector = Corrector(config.corrector, cache_map.shape)
     with safe_open(path, framework="pt") as stream:
         state = {name: stream.get_tensor(name).float() for name in stream.keys()}  # noqa: SIM118
+    if "size" not in state:  # made before residuals had units
+        state["size"] = torch.ones_like(corrector.size)
     corrector.load_state_dict(state)
     corrector.requires_grad_(False)
     return corrector

@@ -2,7 +2,9 @@
 
 Owns the kinds of residual in one table (``KINDS``), their parameters and their cost. Every kind
 ends in a factor that is zero at the start, so that an untrained corrector changes nothing. Inputs
-are standardised source features, as the ridge takes them, or the ridge's own output. One call:
+are standardised source features, as the ridge takes them, or the ridge's own output; residuals
+come in units of how much the ridge's output of that target varies, so that one learning rate fits
+targets of all sizes (values of a first layer may be fifty times smaller than keys). One call:
 ``Corrector.build(config, shape)``; then ``corrector(features, mapped)`` gives the residuals.
 """
 
@@ -68,6 +70,7 @@ class Corrector(nn.Module):
 
     center: Tensor
     scale: Tensor
+    size: Tensor
 
     def __init__(self, config: CorrectorConfig, shape: CorrectorShape) -> None:
         super().__init__()
@@ -75,14 +78,23 @@ class Corrector(nn.Module):
         self.names = tuple(name for name in shape.sources if _chosen(config, name))
         self.register_buffer("center", torch.zeros(shape.depth, shape.features))
         self.register_buffer("scale", torch.ones(shape.depth, shape.features))
+        self.register_buffer("size", torch.ones(len(self.names)))
         self.core: nn.Module = KINDS[config.kind](config.rank, shape, self.names)
         self.gates = nn.Parameter(torch.ones(len(self.names))) if config.gate else None
 
-    def standardise(self, features: list[Tensor]) -> None:
-        """Take mean and deviation of source features ``[N, F]`` a layer from some rows."""
+    def standardise(self, features: list[Tensor], mapped: dict[str, Tensor]) -> None:
+        """Take the units of what goes in and comes out from some rows.
+
+        Args:
+            features: per source layer ``[N, F]``: mean and deviation of each.
+            mapped: per target ``[N, W]``, the ridge's output: its deviation, root mean square
+                over the target's dimensions.
+        """
         for index, rows in enumerate(features):
             self.center[index] = rows.mean(0)
             self.scale[index] = rows.std(0).clamp_min(1e-6)
+        for index, name in enumerate(self.names):
+            self.size[index] = mapped[name].var(0).mean().sqrt().clamp_min(1e-6)
 
     def forward(self, features: list[Tensor], mapped: dict[str, Tensor]) -> dict[str, Tensor]:
         """Residuals ``[T, W]`` of the corrected targets.
@@ -95,8 +107,8 @@ class Corrector(nn.Module):
             (rows - self.center[index]) / self.scale[index] for index, rows in enumerate(features)
         ]
         values: Tensor = self.core(standard, [mapped[name] for name in self.names])
-        if self.gates is not None:
-            values = values * self.gates[:, None, None]
+        size = self.size if self.gates is None else self.size * self.gates
+        values = values * size[:, None, None]
         return dict(zip(self.names, values.unbind(0), strict=True))
 
     @property

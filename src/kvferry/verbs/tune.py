@@ -49,7 +49,7 @@ def tune(
     steps: Annotated[int, typer.Option(min=1)] = 200,
     batch: Annotated[int, typer.Option(help="Questions a step, on one text.", min=1)] = 8,
     accumulate: Annotated[int, typer.Option(help="Texts a step.", min=1)] = 1,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-4,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1.5e-3,
     warmup: Annotated[int, typer.Option(min=1)] = 10,
     clip: Annotated[float, typer.Option(min=0.0)] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
