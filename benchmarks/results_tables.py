@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/results.md, made from the records in results/ alone.
+"""The tables of README.md and docs/results.md, made from the records in docs/results/ alone.
 
     python benchmarks/results_tables.py [--check]
 
@@ -20,7 +20,8 @@ from ridge_ablation.table import table_lines
 from kvferry.fitting.fidelity import summarise
 from kvferry.provenance import read_records
 
-ROOT = Path(__file__).resolve().parent.parent / "results"
+REPOSITORY = Path(__file__).resolve().parent.parent
+ROOT = REPOSITORY / "docs" / "results"
 
 
 def load(name: str) -> Any:
@@ -251,8 +252,8 @@ def render(match: re.Match[str]) -> str:
 def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
-    docs = ROOT.parent / "docs"
-    for page in (ROOT.parent / "README.md", docs / "results.md", docs / "ridge-ablation.md"):
+    docs = REPOSITORY / "docs"
+    for page in (REPOSITORY / "README.md", docs / "results.md", docs / "ridge-ablation.md"):
         text = page.read_text(encoding="utf-8")
         made = BLOCK.sub(render, text)
         if made != text:

@@ -1,4 +1,4 @@
-"""The figures in README.md and docs/results.md are those of the records in results/."""
+"""The figures in README.md and docs/results.md are those of the records in docs/results/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_pages_agree_with_their_records() -> None:
 
 
 def test_the_kept_corrector_gives_the_losses_on_record(tmp_path: Path) -> None:
-    name, results = "qwen-0.5b-to-1.5b", ROOT / "results"
+    name, results = "qwen-0.5b-to-1.5b", ROOT / "docs" / "results"
     kept = results / "tuned" / f"{name}-generic"
     shutil.copytree(kept, tmp_path / "map")
     ridge = ROOT / "src" / "kvferry" / "shipped_maps" / name / "map.safetensors"
