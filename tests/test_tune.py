@@ -200,3 +200,13 @@ def test_going_on_from_a_corrector(ferry: Handoff, tmp_path: Path) -> None:
     assert (start["correct"], start["held_out_loss"]) == (end["correct"], end["held_out_loss"])
     with pytest.raises(BadInput, match="own corrector"):
         tune(ferry, *data, replace(more, corrector=CorrectorConfig(rank=2)), tmp_path / "third")
+
+
+def test_a_watcher_is_told_every_step(ferry: Handoff, tmp_path: Path) -> None:
+    seen: dict[int, dict[str, float]] = {}
+    settings = replace(SETTINGS, steps=4, judge_every=2)
+    data = texts(ferry, 0, 8), texts(ferry, 8, 2)
+    tune(ferry, *data, settings, tmp_path / "run", watch=seen.__setitem__)
+    assert sorted(seen) == [1, 2, 3, 4]
+    assert "correct" in seen[2]
+    assert "correct" not in seen[3]

@@ -185,3 +185,17 @@ def test_rows_that_are_none(tmp_path: Path, line: str) -> None:
     path.write_text(line + "\n", encoding="utf-8")
     with pytest.raises(BadInput, match=r"rows\.jsonl:1"):
         read_rows(path)
+
+
+def test_tensorboard_events_are_written(root: Path, tmp_path: Path) -> None:
+    arguments = ["tune", str(root / "map"), "--data", "facts:2", "--out", str(tmp_path / "t")]
+    arguments += ["--tensorboard", str(tmp_path / "events"), *map(str, SHORT)]
+    done = CliRunner().invoke(app, arguments)
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        assert isinstance(done.exception, BadInput)
+        assert "kvferry[tensorboard]" in done.exception.next_step
+        return
+    assert done.exit_code == 0, done.output
+    assert list((tmp_path / "events").iterdir())

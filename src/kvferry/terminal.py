@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -24,7 +24,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-Advance = Callable[[float], None]
+
+class Advance(Protocol):
+    """Takes the number of units just done, and a word about them."""
+
+    def __call__(self, units: float, note: str = "") -> None: ...
 
 
 def out() -> Console:
@@ -79,7 +83,7 @@ def progress(label: str, *, total: float, unit: str, done: float = 0.0) -> Itera
     """A progress bar on stderr with rate and time left; plain lines where it is no terminal.
 
     Yields:
-        a function that takes the number of units just done.
+        a function that takes the number of units just done, and a word about them.
     """
     console = err()
     if not console.is_terminal:
@@ -95,7 +99,15 @@ def progress(label: str, *, total: float, unit: str, done: float = 0.0) -> Itera
     )
     with bar:
         task = bar.add_task(label, total=total, completed=done)  # type: ignore[arg-type]
-        yield lambda units: bar.advance(task, units)
+
+        def advance(units: float, note: str = "") -> None:
+            bar.update(task, advance=units, description=_noted(label, note))
+
+        yield advance
+
+
+def _noted(label: str, note: str) -> str:
+    return f"{label} ({note})" if note else label
 
 
 def speed_text(rate: float, unit: str) -> str:
@@ -110,7 +122,7 @@ def _plain_advance(label: str, *, total: float, unit: str, done: float) -> Advan
     started = time.monotonic()
     state = {"done": done, "said": started}
 
-    def advance(units: float) -> None:
+    def advance(units: float, note: str = "") -> None:
         state["done"] += units
         now = time.monotonic()
         if now - state["said"] < 10.0 and state["done"] < total:
@@ -120,7 +132,7 @@ def _plain_advance(label: str, *, total: float, unit: str, done: float) -> Advan
         left = (total - state["done"]) / rate if rate > 0 else 0.0
         scale, name = (1e6, "MB") if unit == "bytes" else (1.0, unit)
         say(
-            f"{label}: {state['done'] / scale:.0f}/{total / scale:.0f} {name}, "
+            f"{_noted(label, note)}: {state['done'] / scale:.0f}/{total / scale:.0f} {name}, "
             f"{speed_text(rate / scale, name)}, {left:.0f} s left"
         )
 

@@ -13,7 +13,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from kvferry.provenance import atomic_path, sha256_text, sole_writer, sorted_jso
 from kvferry.running.choices import Asked, answer_all, likeliest, match_attention, option_scores
 from kvferry.running.handoff import Handoff
 from kvferry.terminal import progress, say
+
+Watch = Callable[[int, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,13 @@ def tune(
     held_out: Sequence[TuneText],
     settings: TuneSettings,
     folder: Path,
+    *,
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Train a corrector beside the handoff's map; resumes what it finds in ``folder``.
+
+    Args:
+        watch: told each step's number and figures, for a logger.
 
     A corrector that the map has is where it starts. On return the handoff's map carries the best.
 
@@ -106,7 +113,9 @@ def tune(
     _require_layers(ferry, settings)
     identity = _identity(ferry, texts, held_out, settings)
     with sole_writer(folder, "tuning"):
-        return _Run(ferry, texts, held_out, settings, folder, identity).go()
+        run = _Run(ferry, texts, held_out, settings, folder, identity)
+        run.watch = watch
+        return run.go()
 
 
 class _Run:
@@ -156,7 +165,8 @@ class _Run:
                     self._judge()
                 if self.step % settings.checkpoint_every == 0 or self.step == settings.steps:
                     self._save(self.folder / "checkpoint.safetensors")
-                advance(1)
+                self._watch()
+                advance(1, f"loss {self.last_loss:.2f}")
         self._load(self.folder / "best.safetensors")
         self.corrector.requires_grad_(False)  # trained; from here on it only serves
         summary = {
@@ -168,6 +178,16 @@ class _Run:
         }
         write_json(self.folder / "tune.json", summary)
         return summary
+
+    def _watch(self) -> None:
+        """Tell a watcher what the last step gave."""
+        if self.watch is None:
+            return
+        values = {"loss": self.last_loss}
+        if self.log[-1]["step"] == self.step:
+            judged = ("correct", "wrong_document_correct", "held_out_loss")
+            values |= {name: self.log[-1][name] for name in judged}
+        self.watch(self.step, values)
 
     def _one_step(self) -> None:
         settings = self.settings
@@ -261,6 +281,7 @@ class _Run:
         return all(_rank(row) <= best for row in self.log[-patience:])
 
     last_loss = math.nan
+    watch: Watch | None = None
 
     def _save(self, path: Path, *, optimiser: bool = True) -> None:
         tensors = {f"corrector.{k}": v for k, v in self.corrector.state_dict().items()}

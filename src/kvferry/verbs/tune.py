@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,6 +78,9 @@ def tune(
     ] = 64,
     answer_tokens: Annotated[int, typer.Option(help="Of the source's answers.", min=1)] = 48,
     cue: Annotated[str, typer.Option(help="Before the answers of rows.")] = "The answer is",
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for TensorBoard's event files.")
+    ] = None,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
     device: Device = "cpu",
@@ -145,12 +149,14 @@ def tune(
         "cue": cue,
     }
     sources = [read_data(ferry, spec, out, options).weighted(ratio) for spec, ratio in specs]
+    watch = None if tensorboard is None else board(tensorboard)
     summary = run(
         ferry,
         [text for source in sources for text in source.train],
         [text for source in sources for text in source.held_out],
         settings,
         out / "run",
+        watch=watch,
     )
     kinds = {source.task for source in sources}
     ferry.map.config = ferry.map.config.model_copy(
@@ -197,6 +203,30 @@ def _require_start(cache_map: CacheMap, go_on: bool) -> None:
             got="one without",
             next_step="leave --go-on out",
         )
+
+
+def board(folder: Path) -> Callable[[int, dict[str, float]], None]:
+    """A watcher that writes each figure as a TensorBoard scalar.
+
+    Raises:
+        BadInput: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise BadInput(
+            expected="TensorBoard for --tensorboard",
+            got=str(error),
+            next_step="pip install 'kvferry[tensorboard]', or leave the option out",
+        ) from error
+    writer = SummaryWriter(str(folder))
+
+    def watch(step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return watch
 
 
 def weighted(text: str) -> tuple[str, float]:
