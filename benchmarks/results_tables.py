@@ -18,6 +18,7 @@ from typing import Any
 from ridge_ablation.table import table_lines
 
 from kvferry.fitting.fidelity import summarise
+from kvferry.judging.choice_runs import summarise_choices
 from kvferry.provenance import read_records
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -194,6 +195,46 @@ def generic(folder: str) -> list[str]:
         f"documents, by {sum(gains) / len(gains):.3f} nats, Wilcoxon one-sided p = "
         f"{test.pvalue:.2g}",
     ]
+
+
+def choices(folder: str) -> list[str]:
+    """Right choices in every arm, for each map and part of a choice run."""
+    summary = summarise_choices(ROOT / folder)
+    lines = []
+    for part in next(iter(summary["maps"].values())):
+        found = {name: parts[part] for name, parts in summary["maps"].items()}
+        first = next(iter(found.values()))
+        lines += [f"**{part.replace('_', ' ')}**, n = {first['n']}", ""]
+        lines += [
+            "| arm or control | right | 95 % | recovered | of the gap | transfer against it |"
+        ]
+        lines += ["|---|---|---|---|---|---|"]
+        shared = ("source_native", "receiver_native", "no_context")
+        for arm in shared:
+            lines.append(_choice_row(arm, first, arm))
+        for name, entry in found.items():
+            lines += [
+                _choice_row(f"{arm}, {name}", entry, arm) for arm in ("transfer", "wrong_document")
+            ]
+        lines.append("")
+    return lines
+
+
+def _choice_row(label: str, entry: dict[str, Any], arm: str) -> str:
+    value = entry["arms"][arm]
+    shares, test = ("-", "-"), "-"
+    if arm == "transfer":
+        shares = tuple(
+            "-" if entry[key] is None else f"{100 * entry[key]:.0f} %"
+            for key in ("recovered", "gap_recovered")
+        )
+    else:
+        against = entry["paired"][f"transfer_against_{arm}"]
+        test = f"+{against['fixed']} −{against['regressed']}, p = {against['p_two_sided']:.2g}"
+    return (
+        f"| {label} | {value['correct']} | {value['low']:.2f} … {value['high']:.2f} | "
+        f"{shares[0]} | {shares[1]} | {test} |"
+    )
 
 
 def tuning(name: str) -> list[str]:

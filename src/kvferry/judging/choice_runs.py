@@ -33,6 +33,8 @@ from kvferry.provenance import (
 from kvferry.terminal import progress
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvferry.judging.tasks.openstax import QuestionSet
     from kvferry.running.choices import Asked
     from kvferry.running.handoff import Handoff
@@ -109,10 +111,11 @@ def run_choices(
         with progress("questions", total=total, unit="texts", done=float(len(done))) as advance:
             for part, texts in parts.items():
                 for place, text in enumerate(texts):
+                    known: dict[Any, list[list[Tensor]]] = {}
                     for name, ferry in ferries.items():
                         if (name, part, text.text_id) in done:
                             continue
-                        row = _one(ferry, text, texts[others[part][place]], cue)
+                        row = _one(ferry, text, texts[others[part][place]], cue, known)
                         row |= {"map": name, "part": part, "text_id": text.text_id}
                         add_record(path, row)
                         advance(1)
@@ -200,14 +203,26 @@ def wrong_documents(texts: Sequence[ChoiceText]) -> list[int]:
     return found
 
 
-def _one(ferry: Handoff, text: ChoiceText, other: ChoiceText, cue: str) -> dict[str, Any]:
+def _one(
+    ferry: Handoff,
+    text: ChoiceText,
+    other: ChoiceText,
+    cue: str,
+    known: dict[Any, list[list[Tensor]]],
+) -> dict[str, Any]:
+    """One text in every arm; ``known`` keeps scores that maps of one pair share."""
     from kvferry.running.choices import likeliest, option_scores
 
     asked = asked_of(ferry, text, cue)
     chosen, chosen_sum, sums = {}, {}, {}
     for arm in ARMS:
-        held = ferry.hand_over(text.context, arm=arm, other_context=other.context)  # type: ignore[arg-type]
-        scores = option_scores(held.loaded, held.cache, asked)
+        mapped = ferry.map.identity if arm in ("transfer", "wrong_document") else ""
+        loaded = ferry.source if arm == "source_native" else ferry.receiver
+        key = (arm, mapped, loaded.revision, ferry.layout.identity)
+        if key not in known:
+            held = ferry.hand_over(text.context, arm=arm, other_context=other.context)  # type: ignore[arg-type]
+            known[key] = option_scores(held.loaded, held.cache, asked)
+        scores = known[key]
         chosen[arm] = [likeliest(each) for each in scores]
         sums[arm] = [[round(float(option.sum()), 4) for option in each] for each in scores]
         chosen_sum[arm] = [max(range(len(each)), key=each.__getitem__) for each in sums[arm]]
