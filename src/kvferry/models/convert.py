@@ -61,6 +61,7 @@ def convert_gguf(gguf: Path, folder: Path, *, source: str) -> Path:
                 "source": source,
                 "gguf": gguf.name,
                 "gguf_sha256": digest,
+                "file_type": file_type(gguf),
                 "dtype": "bfloat16",
                 "chat_template": chat_template,
                 "versions": {
@@ -95,6 +96,19 @@ def check_gguf(path: Path) -> None:
             got=f"{path.stat().st_size} bytes that start with {first!r}",
             next_step="download it again; a saved web page or a pointer file is not the model",
         )
+
+
+def file_type(gguf: Path) -> str | None:
+    """What a GGUF file's weights are packed as, by its own header, such as ``q4_k_m``."""
+    from gguf import GGUFReader, LlamaFileType
+
+    with _damage_named(gguf):
+        field = GGUFReader(str(gguf)).fields.get("general.file_type")
+        if field is None:
+            return None
+    names = {int(kind): kind.name for kind in LlamaFileType}
+    name = names.get(int(field.contents()), "unknown")
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
 
 
 def _write_model(gguf: Path, making: Path) -> bool:
