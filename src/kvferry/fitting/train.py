@@ -401,6 +401,8 @@ def _identity(
         for text in (*texts, *held_out)
     ]
     named = [ferry.map.config.weights_sha256, ferry.layout.identity, _plain(settings), data]
+    if ferry.rounding:
+        named.append(ferry.rounding)
     return sha256_text(sorted_json(named))
 
 

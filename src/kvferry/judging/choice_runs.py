@@ -82,6 +82,7 @@ def run_choices(
                 "source": ferry.source.spec,
                 "receiver": ferry.receiver.spec,
                 "revisions": [ferry.source.revision, ferry.receiver.revision],
+                **ferry.rounding,
             }
             for name, ferry in ferries.items()
         },

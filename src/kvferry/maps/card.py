@@ -26,6 +26,7 @@ def card_text(config: MapConfig, weights_bytes: int) -> str:
         "|---|---|---|",
         f"| model | {config.source.spec} | {config.receiver.spec} |",
         f"| revision | `{config.source.revision[:16]}` | `{config.receiver.revision[:16]}` |",
+        f"| precision | {config.source.precision} | {config.receiver.precision} |",
         f"| layers | {len(config.source.geometry['layers'])} "
         f"| {len(config.receiver.geometry['layers'])} |",
         "",
