@@ -359,6 +359,10 @@ def test_a_missing_library_is_named(root: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BadInput) as caught:
         load_model(str(root / "source"), precision="int8")
     assert "kvferry[quant]" in caught.value.next_step
+    ask = ["ask", "--map", root / "map", "--context", root / "text.txt", *ASK]
+    done = CliRunner().invoke(app, [*map(str, ask), "--receiver-precision", "int4"])
+    assert isinstance(done.exception, BadInput)
+    assert "kvferry[quant]" in done.exception.next_step
 
 
 ASK = ("--question", "How many sacks?", "--max-new-tokens", 2)

@@ -20,7 +20,7 @@ from kvferry.models.locate import ModelFolder as ModelFolder
 from kvferry.models.locate import folder_path
 from kvferry.models.locate import locate as locate
 from kvferry.models.precision import FLOATS, Precision
-from kvferry.models.quantise import import_quietly, quantise, require_torchao
+from kvferry.models.quantise import import_quietly, quantise, require_library
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -146,8 +146,7 @@ def load_model(
     asked = Precision(precision, cache)
     kind = _dtype(_compute_dtype(dtype, asked.weights), place)
     weights = asked.weights if asked.weights not in FLOATS else None
-    if weights is not None:
-        require_torchao(weights)  # before a long download
+    require_library(weights)  # before a long download
     held = _cache_kind(asked.cache, kind)
     folder = locate(spec)
     config = load_config(folder)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kvferry.errors import BadInput, UnsupportedGeometry
 
 GROUP = 32
+QUANTISED = ("int8", "int4")
 
 
 def quantise(model: Any, precision: str) -> None:
@@ -35,7 +36,7 @@ def quantise(model: Any, precision: str) -> None:
         BadInput: torchao is absent.
         UnsupportedGeometry: a layer whose inputs are no multiple of a group (int4).
     """
-    require_torchao(precision)
+    require_library(precision)
     with _quiet():
         from torchao.quantization import (
             Int8WeightOnlyConfig,
@@ -58,12 +59,14 @@ def quantise(model: Any, precision: str) -> None:
     quantize_(decoder, config)
 
 
-def require_torchao(precision: str) -> None:
-    """Stop before anything heavy where the library is missing.
+def require_library(precision: str | None) -> None:
+    """Stop before anything heavy where the library is missing that a precision needs.
 
     Raises:
         BadInput: with the command that installs it.
     """
+    if precision not in QUANTISED:
+        return
     try:
         with _quiet():
             import torchao  # noqa: F401

@@ -33,8 +33,9 @@ from kvferry.models.cache import (
     to_transformers,
 )
 from kvferry.models.geometry import Geometry, require_supported
-from kvferry.models.load import LoadedModel, load_model
+from kvferry.models.load import LoadedModel, load_model, locate
 from kvferry.models.precision import Precision
+from kvferry.models.quantise import require_library
 from kvferry.provenance import sha256_text
 from kvferry.running import decode
 from kvferry.running.decode import Sampling
@@ -143,20 +144,19 @@ def load_side(
     config = cache_map.config.source if side == "source" else cache_map.config.receiver
     made_for = Precision(config.precision.weights, config.cache)
     asked = (precision or Precision()).or_else(made_for)
-
-    def load(spec: str) -> LoadedModel:
-        return load_model(spec, precision=asked.weights, cache=asked.cache, device=device)
-
-    if given is not None:
-        return load(given)
-    try:
-        return load(config.spec)
-    except BadInput as error:
-        raise BadInput(
-            expected=f"the map's {side}, {config.spec!r}: {error.expected}",
-            got=error.got,
-            next_step=f"say where it lies: --{side} FOLDER (in Python {side}=...)",
-        ) from error
+    require_library(asked.weights)
+    if given is None:
+        try:
+            locate(config.spec)
+        except BadInput as error:
+            raise BadInput(
+                expected=f"the map's {side}, {config.spec!r}: {error.expected}",
+                got=error.got,
+                next_step=f"say where it lies: --{side} FOLDER (in Python {side}=...)",
+            ) from error
+    return load_model(
+        given or config.spec, precision=asked.weights, cache=asked.cache, device=device
+    )
 
 
 class Handoff:
