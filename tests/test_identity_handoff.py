@@ -401,7 +401,7 @@ def test_half_precision_models_hand_over() -> None:
     half = type(model)(
         model.model, model.tokenizer, model.folder, torch.bfloat16, torch.device("cpu")
     )
-    handoff = Handoff(half, half, identity_map(half))
+    handoff = Handoff(half, half, identity_map(half), allow_other_precision=True)
     native = handoff.hand_over(CONTEXT, arm="receiver_native")
     moved = handoff.hand_over(CONTEXT)
     want, got = (last_logits(handoff, held, QUESTION).float() for held in (native, moved))

@@ -16,6 +16,7 @@ from kvferry.errors import BadInput, CorruptFile, OutOfSpace, Unreachable, Unsup
 from kvferry.models import convert, revision
 from kvferry.models.catalog import catalog
 from kvferry.models.load import ModelFolder, load_config, load_model, load_tokenizer, locate
+from kvferry.models.locate import packed_as
 from tests.tiny_gguf import byte_tokens, tiny_model, write_gguf
 
 
@@ -77,6 +78,8 @@ def test_folder_has_all_files_and_a_note(shared: tuple[Path, Path]) -> None:
     assert note["content_sha256"] == revision.content_hash(folder)
     assert note["gguf_sha256"] == revision.revision(folder)
     assert note["chat_template"] is True
+    assert note["file_type"] == "f32"
+    assert packed_as(ModelFolder(folder, str(gguf), revision.revision(folder))) == "f32"
     assert set(note["versions"]) >= {"transformers", "gguf", "torch"}
     config = json.loads((folder / "config.json").read_text())
     assert config["dtype"] == "bfloat16"

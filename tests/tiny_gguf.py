@@ -46,6 +46,7 @@ def write_gguf(path: Path, model: Any) -> Path:
     """Write the model with a byte-level tokenizer and a chat template."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_file_type(int(gguf.LlamaFileType.ALL_F32))
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)

@@ -27,6 +27,7 @@ from kvferry.models.alignment import require_same_tokens
 from kvferry.models.cache import CanonicalCache, read
 from kvferry.models.geometry import Geometry, require_supported
 from kvferry.models.load import LoadedModel
+from kvferry.models.locate import packed_as
 from kvferry.provenance import (
     code_version,
     machine,
@@ -156,7 +157,7 @@ class PairReader:
         for loaded in self.models:
             started = time.perf_counter()
             with torch.no_grad():
-                cache = read(loaded.model, ids, positions, loaded.revision)
+                cache = read(loaded.model, ids, positions, loaded.revision, kind=loaded.cache)
             self.forward_s += time.perf_counter() - started
             body = cache.select(slice(self.prefix.numel(), None))
             caches.append(body.to(device=torch.device("cpu")))
@@ -418,8 +419,8 @@ def _identity(
     return sha256_text(
         sorted_json(
             {
-                "source": source.revision,
-                "receiver": receiver.revision,
+                "source": source.revision + _rounding(source),
+                "receiver": receiver.revision + _rounding(receiver),
                 "layout": layout.identity,
                 "settings": asdict(replace(settings, memory_bytes=0)),
                 "items": [item.row() for item in items],
@@ -429,13 +430,20 @@ def _identity(
     )
 
 
+def _rounding(loaded: LoadedModel) -> str:
+    """A model's precision beside its revision; nothing for plain float32."""
+    return "" if loaded.precision.plain else f" {loaded.precision}"
+
+
 def _model_header(loaded: LoadedModel) -> dict[str, Any]:
+    more = {"weights": loaded.weights, "cache": loaded.cache, "packed": packed_as(loaded.folder)}
     return {
         # A folder's name without its path, which is this machine's; a hub id whole.
         "spec": Path(loaded.spec).resolve().name if Path(loaded.spec).exists() else loaded.spec,
         "revision": loaded.revision,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "geometry": _geometry(loaded).to_dict(),
+        **{name: value for name, value in more.items() if value is not None},
     }
 
 

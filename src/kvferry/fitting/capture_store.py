@@ -179,6 +179,9 @@ def merge_captures(folders: list[Path], out: Path) -> dict[str, Any]:
 
 def _require_mergeable(first: dict[str, Any], other: dict[str, Any], folder: Path) -> None:
     first, other = ({**h, "chunk_tokens": h["settings"]["chunk_tokens"]} for h in (first, other))
+    for side in ("source", "receiver"):  # where a file came from is no matter of what was read
+        for header in (first, other):
+            header[side] = {k: v for k, v in header[side].items() if k != "packed"}
     for key, name in (
         ("source", "source"),
         ("receiver", "receiver"),

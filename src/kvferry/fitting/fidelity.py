@@ -314,6 +314,7 @@ def _header(
                 "receiver": h.receiver.revision,
                 "anchors": len(h.layout.prefix_ids),
                 "tail_tokens": h.tail_tokens,
+                **h.rounding,
             }
             for name, h in handoffs.items()
         },

@@ -465,6 +465,8 @@ def _identity(
         _plain(settings),
         data,
     ]
+    if ferry.rounding:
+        named.append(ferry.rounding)
     return sha256_text(sorted_json(named))
 
 

@@ -96,6 +96,7 @@ def run_choices(
                 "source": ferry.source.spec,
                 "receiver": ferry.receiver.spec,
                 "revisions": [ferry.source.revision, ferry.receiver.revision],
+                **ferry.rounding,
             }
             for name, ferry in ferries.items()
         },
@@ -218,7 +219,7 @@ def _one(
     for arm in ARMS:
         mapped = ferry.map.identity if arm in ("transfer", "wrong_document") else ""
         loaded = ferry.source if arm == "source_native" else ferry.receiver
-        key = (arm, mapped, loaded.revision, ferry.layout.identity)
+        key = (arm, mapped, id(loaded), ferry.layout.identity)
         if key not in known:
             held = ferry.hand_over(text.context, arm=arm, other_context=other.context)  # type: ignore[arg-type]
             known[key] = option_scores(held.loaded, held.cache, asked)

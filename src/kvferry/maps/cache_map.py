@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,6 +28,7 @@ from kvferry.maps.corrector import Corrector, CorrectorConfig, CorrectorShape
 from kvferry.maps.linear import GroupedProducts, LinearTarget, cache_features, fold
 from kvferry.models.cache import CanonicalCache, LayerKV
 from kvferry.models.geometry import Geometry
+from kvferry.models.precision import Precision
 from kvferry.provenance import (
     atomic_path,
     read_json,
@@ -45,13 +52,35 @@ Stored = Literal["float32", "bfloat16", "float16", "int8"]
 
 
 class MapSide(BaseModel):
-    """One of the two models a map stands between."""
+    """One of the two models a map stands between.
+
+    Attributes:
+        dtype: it computed in.
+        weights: ``int8`` or ``int4``; ``None`` for the dtype.
+        cache: how its cache was rounded; ``None`` for the dtype.
+        packed: what its file was packed as before it was unpacked for loading, e.g. ``q4_k_m``.
+    """
 
     model_config = ConfigDict(extra="forbid")
     spec: str
     revision: str
     dtype: str
     geometry: dict[str, Any]
+    weights: str | None = None
+    cache: str | None = None
+    packed: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """Of weights and cache, nothing left open."""
+        return Precision(self.weights or self.dtype, self.cache or self.dtype)
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is not said: maps keep the hashes they had before there were precisions."""
+        said: dict[str, Any] = handler(self)
+        absent = [n for n in ("weights", "cache", "packed") if said[n] is None]
+        return {name: value for name, value in said.items() if name not in absent}
 
 
 class MapConfig(BaseModel):
@@ -263,6 +292,26 @@ class CacheMap:
                 next_step="use the models named in the map's card, or allow another revision "
                 "explicitly (--allow-other-revision) and judge the result anew",
             )
+
+    def require_precision(
+        self, source: Precision, receiver: Precision, *, allow_other_precision: bool = False
+    ) -> None:
+        """Refuse models that are served in another precision than this map was made for.
+
+        Raises:
+            WrongPair: another precision of weights or cache (unless allowed).
+        """
+        for name, side, found in (
+            ("source", self.config.source, source),
+            ("receiver", self.config.receiver, receiver),
+        ):
+            if side.precision != found and not allow_other_precision:
+                raise WrongPair(
+                    expected=f"a {name} with {side.precision}, as this map was made for",
+                    got=f"{found} ({side.spec})",
+                    next_step="leave the precision out to take the map's, capture and fit anew, or "
+                    "allow another (--allow-other-precision) and judge the result anew",
+                )
 
     def save_pretrained(self, folder: str | Path, *, stored: Stored | None = None) -> None:
         """Write weights, config and card; each file whole or not at all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.maps.cache_map import MapConfig
+    from kvferry.maps.cache_map import MapConfig, MapSide
 
 
 def card_text(config: MapConfig, weights_bytes: int) -> str:
@@ -26,6 +26,7 @@ def card_text(config: MapConfig, weights_bytes: int) -> str:
         "|---|---|---|",
         f"| model | {config.source.spec} | {config.receiver.spec} |",
         f"| revision | `{config.source.revision[:16]}` | `{config.receiver.revision[:16]}` |",
+        f"| precision | {_precision(config.source)} | {_precision(config.receiver)} |",
         f"| layers | {len(config.source.geometry['layers'])} "
         f"| {len(config.receiver.geometry['layers'])} |",
         "",
@@ -53,6 +54,11 @@ def card_text(config: MapConfig, weights_bytes: int) -> str:
         "```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _precision(side: MapSide) -> str:
+    unpacked = f" (weights unpacked from {side.packed})" if side.packed else ""
+    return f"{side.precision}{unpacked}"
 
 
 def _tuned_lines(config: MapConfig) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvferry.errors import BadInput, CorruptFile, NotFinite, WrongPair
+from kvferry.models.cache_precision import empty_cache, kind_of, round_entries
 from kvferry.models.geometry import Geometry, LayerKind
 from kvferry.models.rope import angles, rotary_module, rotate, unrotate
 from kvferry.provenance import atomic_path
@@ -177,6 +178,7 @@ def forward(
     cache: DynamicCache | None = None,
     attention_mask: Tensor | None = None,
     logits: int | None = None,
+    kind: str | None = None,
 ) -> tuple[Tensor | None, DynamicCache]:
     """One forward pass with explicit positions.
 
@@ -187,13 +189,14 @@ def forward(
         cache: what stands before them; extended in the returned cache.
         attention_mask: ``[B, past + T]``, only for padded batches.
         logits: how many of the last positions get logits (0 = all), ``None`` for no logits at all.
+        kind: how a new cache rounds its entries; a given cache has a kind of its own.
 
     Returns:
         logits ``[B, n, vocab]`` or ``None``, and the cache after the new tokens.
     """
     body = model if logits is not None else model.get_decoder()
     if cache is None:
-        cache = DynamicCache(config=model.config)
+        cache = empty_cache(model, kind)
     arguments: dict[str, Any] = {
         "input_ids": token_ids,
         "position_ids": positions,
@@ -233,13 +236,16 @@ def extend(
     )
 
 
-def read(model: Any, token_ids: Tensor, positions: Tensor, revision: str) -> CanonicalCache:
+def read(
+    model: Any, token_ids: Tensor, positions: Tensor, revision: str, *, kind: str | None = None
+) -> CanonicalCache:
     """Let a model read a text and keep its canonical cache.
 
     Args:
         token_ids: ``[T]`` int64.
         positions: ``[T]`` int64.
         revision: content hash of the model.
+        kind: how its cache rounds entries while it reads.
 
     Raises:
         BadInput: no tokens.
@@ -252,7 +258,7 @@ def read(model: Any, token_ids: Tensor, positions: Tensor, revision: str) -> Can
             next_step="give a text that is not empty",
         )
     token_ids, positions = token_ids.to(model.device), positions.to(model.device)
-    _, cache = forward(model, token_ids[None], positions[None])
+    _, cache = forward(model, token_ids[None], positions[None], kind=kind)
     canonical = from_transformers(model, cache, positions, token_ids, revision)
     require_finite(canonical, "the source's cache")
     return canonical
@@ -301,13 +307,18 @@ def from_transformers(
 
 
 def to_transformers(
-    model: Any, cache: CanonicalCache, *, before: DynamicCache | None = None
+    model: Any,
+    cache: CanonicalCache,
+    *,
+    before: DynamicCache | None = None,
+    kind: str | None = None,
 ) -> DynamicCache:
     """A canonical cache as a transformers cache, keys turned to their positions.
 
     Args:
         cache: layers of ``[T, H, D]``.
         before: entries that stand before it (anchors), already in the model's own form.
+        kind: how the model's cache rounds entries, after turning the keys.
 
     Returns:
         a cache of layers ``[1, H, T, D]`` that the model can continue.
@@ -316,13 +327,13 @@ def to_transformers(
     pairs = []
     anchors = entries(before) if before is not None else None
     for index, layer in enumerate(cache.layers):
-        keys = rotate(layer.keys, cos, sin).transpose(0, 1)[None]
-        values = layer.values.transpose(0, 1)[None]
+        keys = round_entries(rotate(layer.keys, cos, sin), kind).transpose(0, 1)[None]
+        values = round_entries(layer.values, kind).transpose(0, 1)[None]
         if anchors is not None:
             keys = torch.cat((anchors[index][0], keys), dim=-2)
             values = torch.cat((anchors[index][1], values), dim=-2)
         pairs.append((keys, values))
-    return _filled(model, pairs)
+    return _filled(model, pairs, kind)
 
 
 def fork(model: Any, cache: DynamicCache, *, batch: int = 1) -> DynamicCache:
@@ -338,12 +349,14 @@ def fork(model: Any, cache: DynamicCache, *, batch: int = 1) -> DynamicCache:
             (keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1))
             for keys, values in entries(cache)
         ],
+        kind_of(cache),
     )
 
 
 def rows_from(model: Any, cache: DynamicCache, start: int) -> DynamicCache:
     """The cache's entries from a position on; no memory is copied."""
-    return _filled(model, [(k[:, :, start:], v[:, :, start:]) for k, v in entries(cache)])
+    pairs = [(k[:, :, start:], v[:, :, start:]) for k, v in entries(cache)]
+    return _filled(model, pairs, kind_of(cache))
 
 
 def entries(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
@@ -352,9 +365,11 @@ def entries(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in layers]
 
 
-def _filled(model: Any, pairs: list[tuple[Tensor, Tensor]]) -> DynamicCache:
+def _filled(
+    model: Any, pairs: list[tuple[Tensor, Tensor]], kind: str | None = None
+) -> DynamicCache:
     """A full-attention cache holding the given tensors themselves (updates make new ones)."""
-    filled = DynamicCache(config=model.config)
+    filled = empty_cache(model, kind)
     layers: list[Any] = list(filled.layers)
     for layer, (keys, values) in zip(layers, pairs, strict=True):
         layer.lazy_initialization(keys, values)

@@ -54,13 +54,14 @@ def convert_gguf(gguf: Path, folder: Path, *, source: str) -> Path:
     making.mkdir()
     try:
         with _full_disk_named(folder):
-            chat_template = _write_model(gguf, making)
+            chat_template, packed = _write_model(gguf, making)
             hashes = {path.name: sha256_file(path) for path in hashed_files(making)}
             note = {
                 "format_version": 1,
                 "source": source,
                 "gguf": gguf.name,
                 "gguf_sha256": digest,
+                "file_type": packed,
                 "dtype": "bfloat16",
                 "chat_template": chat_template,
                 "versions": {
@@ -97,14 +98,21 @@ def check_gguf(path: Path) -> None:
         )
 
 
-def _write_model(gguf: Path, making: Path) -> bool:
-    """Config, tokenizer and weights into ``making``; whether there is a chat template."""
+def _write_model(gguf: Path, making: Path) -> tuple[bool, str | None]:
+    """Config, tokenizer and weights into ``making``.
+
+    Returns:
+        whether there is a chat template, and what the weights were packed as (``q4_k_m``).
+    """
+    from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
     with _damage_named(gguf):
         config, skeleton = _empty_model(gguf)
-        tensors = _read_tensors(gguf, config, skeleton)
+        reader = GGUFReader(str(gguf))
+        tensors = _read_tensors(gguf, reader, config, skeleton)
+        packed = _file_type(reader)
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     _require_all_filled(gguf, skeleton, tensors)
     save_file(tensors, str(making / "model.safetensors"), metadata={"format": "pt"})
@@ -116,7 +124,17 @@ def _write_model(gguf: Path, making: Path) -> bool:
         making / "config.json",
         {key: value for key, value in settings.items() if key not in _NOT_THE_MODEL},
     )
-    return tokenizer.chat_template is not None
+    return tokenizer.chat_template is not None, packed
+
+
+def _file_type(reader: Any) -> str | None:
+    """By the file's own header, such as ``q4_k_m``; ``None`` where it doesn't say."""
+    from gguf import LlamaFileType
+
+    field = reader.fields.get("general.file_type")
+    names = {int(kind): kind.name for kind in LlamaFileType}
+    name = names.get(int(field.contents())) if field is not None else None
+    return name and name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
 
 
 def _empty_model(gguf: Path) -> tuple[Any, Any]:
@@ -142,21 +160,20 @@ def _empty_model(gguf: Path) -> tuple[Any, Any]:
     return config, skeleton
 
 
-def _read_tensors(gguf: Path, config: Any, skeleton: Any) -> dict[str, Any]:
+def _read_tensors(gguf: Path, reader: Any, config: Any, skeleton: Any) -> dict[str, Any]:
     """Every tensor under the model's own name, unpacked to bf16.
 
     Goes tensor by tensor instead of through ``load_gguf_checkpoint`` so that a minute of work shows
     how far it is.
     """
     import torch
-    from gguf import GGUFReader, dequantize
+    from gguf import dequantize
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
         get_gguf_hf_weights_map,
     )
 
-    reader = GGUFReader(str(gguf))
     architecture = reader.fields["general.architecture"].contents()
     table: Any = TENSOR_PROCESSORS
     processor = table.get(architecture, TensorProcessor)(config=config.to_dict())

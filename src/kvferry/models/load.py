@@ -1,8 +1,8 @@
 """A model folder becomes a model and its tokenizer, ready to be read and never to be trained.
 
-Owns the rules for dtype and device and for what counts as a model here: a causal language model,
-from safetensors, without code of its own (``trust_remote_code`` is never on). Weights come frozen
-and in eval mode. One call: ``load_model("qwen2.5-coder-0.5b")``.
+Owns the rules for dtype, precision and device and for what counts as a model here: a causal
+language model, from safetensors, without code of its own (``trust_remote_code`` is never on).
+Weights come frozen and in eval mode. One call: ``load_model("qwen2.5-coder-0.5b")``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from kvferry.errors import BadInput, CorruptFile, KvferryError, UnsupportedGeome
 from kvferry.models.locate import ModelFolder as ModelFolder
 from kvferry.models.locate import folder_path
 from kvferry.models.locate import locate as locate
+from kvferry.models.precision import FLOATS, Precision
+from kvferry.models.quantise import import_quietly, quantise, require_library
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,13 +31,27 @@ _FOREIGN_PARTS = ("vision_config", "audio_config", "text_config", "thinker_confi
 
 @dataclass
 class LoadedModel:
-    """A frozen model in eval mode with its tokenizer and the folder it came from."""
+    """A frozen model in eval mode with its tokenizer and the folder it came from.
+
+    Attributes:
+        dtype: it computes in.
+        weights: ``int8`` or ``int4``; ``None`` for the dtype.
+        cache: how its cache rounds entries (``cache_precision.KINDS``); ``None`` for the dtype.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     folder: ModelFolder
     dtype: torch.dtype
     device: torch.device
+    weights: str | None = None
+    cache: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """Of weights and cache, nothing left open."""
+        computed = str(self.dtype).removeprefix("torch.")
+        return Precision(self.weights, self.cache).or_else(Precision(computed, computed))
 
     @property
     def revision(self) -> str:
@@ -104,6 +120,8 @@ def load_model(
     spec: str,
     *,
     dtype: str = "auto",
+    precision: str | None = None,
+    cache: str | None = None,
     device: str = "cpu",
     attn_implementation: str = "sdpa",
 ) -> LoadedModel:
@@ -113,16 +131,23 @@ def load_model(
         spec: catalog name, local folder, ``*.gguf`` file or hub id.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on the CPU, where bf16
             is several times slower, and bfloat16 elsewhere.
+        precision: of the weights: a dtype (then also the one it computes in), ``int8`` or ``int4``
+            (weight-only, needs the extra ``quant``); ``None`` for the dtype.
+        cache: how the model's cache is rounded, as it will be served; ``None``: as computed.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         attn_implementation: as transformers names it.
 
     Raises:
-        BadInput: unknown name, dtype or device.
+        BadInput: unknown name, dtype, precision or device; torchao is missing.
         CorruptFile: truncated or missing weights.
         UnsupportedGeometry: not a plain causal language model.
     """
     place = _device(device)
-    kind = _dtype(dtype, place)
+    asked = Precision(precision, cache)
+    kind = _dtype(_compute_dtype(dtype, asked.weights), place)
+    weights = asked.weights if asked.weights not in FLOATS else None
+    require_library(weights)  # before a long download
+    held = _cache_kind(asked.cache, kind)
     folder = locate(spec)
     config = load_config(folder)
     require_causal(config, spec)
@@ -130,13 +155,46 @@ def load_model(
     model = _read_weights(folder.path, kind, attn_implementation).to(place)
     model.eval()
     model.requires_grad_(False)
-    return LoadedModel(model, tokenizer, folder, kind, place)
+    if weights is not None:
+        quantise(model, weights)
+    return LoadedModel(model, tokenizer, folder, kind, place, weights, held)
+
+
+def _compute_dtype(dtype: str, weights: str | None) -> str:
+    if weights not in FLOATS:
+        return dtype
+    if dtype not in ("auto", weights):
+        raise BadInput(
+            expected="one of dtype and a floating-point precision, or both the same",
+            got=f"dtype {dtype}, precision {weights}",
+            next_step="leave one of them out",
+        )
+    return weights
+
+
+def _cache_kind(cache: str | None, dtype: torch.dtype) -> str | None:
+    """``None`` where the cache is as computed.
+
+    Raises:
+        BadInput: a cache that is finer than what the model computes.
+    """
+    computed = str(dtype).removeprefix("torch.")
+    if cache is None or cache == computed:
+        return None
+    if cache in FLOATS and computed != "float32":
+        raise BadInput(
+            expected=f"a cache no finer than {computed}, which the model computes in",
+            got=cache,
+            next_step=f"leave the cache's precision out, or load the weights in {cache}",
+        )
+    return cache
 
 
 def _read_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    import_quietly()
     loader: Any = AutoModelForCausalLM
     try:
         with _quiet_loading():

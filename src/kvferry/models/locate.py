@@ -14,6 +14,7 @@ from pathlib import Path
 from kvferry.errors import BadInput, Unreachable
 from kvferry.models.catalog import cache_home, catalog, local_path, unknown_name
 from kvferry.models.revision import remembered_sha256, revision
+from kvferry.provenance import read_json
 from kvferry.terminal import say
 
 # What loading needs; never *.bin or *.pt (pickles) and never *.py (code).
@@ -84,6 +85,22 @@ def locate(spec: str, *, pull: bool = True) -> ModelFolder:
         folder = _snapshot(spec, pull=pull)
         return ModelFolder(folder, spec, revision(folder))
     raise unknown_name(spec)
+
+
+def packed_as(folder: ModelFolder) -> str | None:
+    """What the file a folder was unpacked from was packed as, such as ``q4_k_m``.
+
+    ``None`` where the folder's weights are as they were published.
+    """
+    note = folder.path / "kvferry.json"
+    if not note.is_file():
+        return None
+    known = read_json(note)
+    if isinstance(known, dict) and isinstance(known.get("file_type"), str):
+        return str(known["file_type"])
+    row = catalog().get(folder.spec)  # folders made before the note said so
+    names = re.findall(r"q\d\w*", row.hub.filename.lower()) if row and row.hub else []
+    return names[-1] if names else None
 
 
 def folder_path(spec: ModelFolder | Path | str) -> Path:

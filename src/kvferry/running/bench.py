@@ -76,6 +76,7 @@ def bench(
         "map": ferry.map.identity,
         "source": ferry.map.config.source.spec,
         "receiver": ferry.map.config.receiver.spec,
+        **ferry.rounding,
         "k": [ferry.map.config.k_key, ferry.map.config.k_value],
         "repeats": repeats,
         "warmup": warmup,

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvferry.errors import BadInput, ContextTooLong, CorruptFile, WrongPair
-from kvferry.maps.cache_map import CacheMap
+from kvferry.maps.cache_map import CacheMap, MapSide
 from kvferry.maps.linear import cache_features
 from kvferry.models.alignment import require_ids_in_range, require_same_tokens
 from kvferry.models.cache import (
@@ -33,7 +33,9 @@ from kvferry.models.cache import (
     to_transformers,
 )
 from kvferry.models.geometry import Geometry, require_supported
-from kvferry.models.load import LoadedModel, load_model
+from kvferry.models.load import LoadedModel, load_model, locate
+from kvferry.models.precision import Precision
+from kvferry.models.quantise import require_library
 from kvferry.provenance import sha256_text
 from kvferry.running import decode
 from kvferry.running.decode import Sampling
@@ -123,27 +125,38 @@ class OptionScores:
 
 
 def load_side(
-    cache_map: CacheMap, side: Literal["source", "receiver"], given: str | None, *, device: str
+    cache_map: CacheMap,
+    side: Literal["source", "receiver"],
+    given: str | None,
+    *,
+    device: str,
+    precision: Precision | None = None,
 ) -> LoadedModel:
     """One of a map's two models.
 
     Args:
         given: where it lies; ``None`` for the name in the map.
+        precision: of weights and cache; what it leaves open is the map's.
 
     Raises:
         BadInput: the name in the map is not one that can be loaded here.
     """
-    if given is not None:
-        return load_model(given, device=device)
     config = cache_map.config.source if side == "source" else cache_map.config.receiver
-    try:
-        return load_model(config.spec, device=device)
-    except BadInput as error:
-        raise BadInput(
-            expected=f"the map's {side}, {config.spec!r}: {error.expected}",
-            got=error.got,
-            next_step=f"say where it lies: --{side} FOLDER (in Python {side}=...)",
-        ) from error
+    made_for = Precision(config.precision.weights, config.cache)
+    asked = (precision or Precision()).or_else(made_for)
+    require_library(asked.weights)
+    if given is None:
+        try:
+            locate(config.spec)
+        except BadInput as error:
+            raise BadInput(
+                expected=f"the map's {side}, {config.spec!r}: {error.expected}",
+                got=error.got,
+                next_step=f"say where it lies: --{side} FOLDER (in Python {side}=...)",
+            ) from error
+    return load_model(
+        given or config.spec, precision=asked.weights, cache=asked.cache, device=device
+    )
 
 
 class Handoff:
@@ -159,6 +172,7 @@ class Handoff:
         anchors: bool = True,
         tail_tokens: int = 0,
         allow_other_revision: bool = False,
+        allow_other_precision: bool = False,
         readings: Readings | None = None,
     ) -> None:
         """Check that the three belong together.
@@ -168,6 +182,7 @@ class Handoff:
             anchors: ``False`` maps the prefix as well; for comparison, it does harm.
             tail_tokens: last context tokens that the receiver reads itself.
             allow_other_revision: use the map on models it was not fitted for.
+            allow_other_precision: use it on models served in another precision of weights or cache.
             readings: keeps native readings with the time they took, so that arms and handoffs
                 share them.
 
@@ -191,6 +206,9 @@ class Handoff:
         require_same_tokens(source.tokenizer, receiver.tokenizer)
         cache_map.require_pair(
             source.revision, receiver.revision, allow_other_revision=allow_other_revision
+        )
+        cache_map.require_precision(
+            source.precision, receiver.precision, allow_other_precision=allow_other_precision
         )
         for loaded, side in (
             (source, cache_map.config.source),
@@ -231,6 +249,25 @@ class Handoff:
             self._unanchored = twin
         return self._unanchored
 
+    @property
+    def rounding(self) -> dict[str, dict[str, str]]:
+        """What records say of the pair's precision; nothing where both are plain float32."""
+        pair = {"source": self.source.precision, "receiver": self.receiver.precision}
+        if all(each.plain for each in pair.values()):
+            return {}
+        return {"precision": {name: str(each) for name, each in pair.items()}}
+
+    def served_sides(self) -> dict[str, MapSide]:
+        """The map's two sides with the precisions that the models have here."""
+        sides = {}
+        for name, loaded in (("source", self.source), ("receiver", self.receiver)):
+            side: MapSide = getattr(self.map.config, name)
+            if side.precision != loaded.precision:
+                dtype = str(loaded.dtype).removeprefix("torch.")
+                found = {"dtype": dtype, "weights": loaded.weights, "cache": loaded.cache}
+                sides[name] = side.model_copy(update=found)
+        return sides
+
     @classmethod
     def from_pretrained(
         cls,
@@ -238,6 +275,8 @@ class Handoff:
         *,
         source: str | None = None,
         receiver: str | None = None,
+        source_precision: Precision | None = None,
+        receiver_precision: Precision | None = None,
         device: str = "cpu",
         **options: Any,
     ) -> Handoff:
@@ -247,12 +286,16 @@ class Handoff:
             map_source: folder or hub repository of the map.
             source: where the source lies, if not by the name in the map.
             receiver: where the receiver lies, likewise.
+            source_precision: of weights and cache; what it leaves open is the map's.
+            receiver_precision: likewise.
             options: as for ``Handoff``.
         """
         return cls.from_map(
             CacheMap.from_pretrained(map_source),
             source=source,
             receiver=receiver,
+            source_precision=source_precision,
+            receiver_precision=receiver_precision,
             device=device,
             **options,
         )
@@ -264,13 +307,15 @@ class Handoff:
         *,
         source: str | None = None,
         receiver: str | None = None,
+        source_precision: Precision | None = None,
+        receiver_precision: Precision | None = None,
         device: str = "cpu",
         **options: Any,
     ) -> Handoff:
         """The same for a map that is loaded already."""
         return cls(
-            load_side(cache_map, "source", source, device=device),
-            load_side(cache_map, "receiver", receiver, device=device),
+            load_side(cache_map, "source", source, device=device, precision=source_precision),
+            load_side(cache_map, "receiver", receiver, device=device, precision=receiver_precision),
             cache_map,
             **options,
         )
@@ -353,7 +398,7 @@ class Handoff:
             self._require_in_range(loaded, ids)
             with torch.no_grad():
                 positions = torch.arange(ids.numel(), device=loaded.device)
-                _, cache = forward(loaded.model, ids[None], positions[None])
+                _, cache = forward(loaded.model, ids[None], positions[None], kind=loaded.cache)
             self._prefix_caches[id(loaded)] = cache
         return self._prefix_caches[id(loaded)]
 
@@ -370,7 +415,7 @@ class Handoff:
         check_against(mapped, self.map.receiver_geometry, self.receiver.spec)
         moved = mapped.to(dtype=self.receiver.dtype)
         before = self.prefix_cache(self.receiver) if self.anchors else None
-        return to_transformers(self.receiver.model, moved, before=before)
+        return to_transformers(self.receiver.model, moved, before=before, kind=self.receiver.cache)
 
     def answer(
         self,
@@ -574,7 +619,8 @@ class Handoff:
 
     def _identity(self, body: Tensor, reader: LoadedModel, map_identity: str = "") -> str:
         ids = ",".join(map(str, (*self.layout.prefix_ids, *body.tolist())))
-        return sha256_text("\x00".join((ids, reader.revision, map_identity)))
+        rounding = [str(self.rounding)] if self.rounding else []
+        return sha256_text("\x00".join((ids, reader.revision, map_identity, *rounding)))
 
     def _answer(self, held: Held, tail: Tensor, tokens: Tensor, spans: Spans, batch: int) -> Answer:
         decode_ms = spans.ms.get("decode", 0.0)

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvferry.models.load import LoadedModel
 from kvferry.running.prompt import BoundLayout
 
-_Key = tuple[int, tuple[int, ...], tuple[int, ...]]
+_Key = tuple[int, str | None, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -53,4 +53,4 @@ class Readings:
 
 
 def _key(loaded: LoadedModel, layout: BoundLayout, body: Tensor) -> _Key:
-    return id(loaded.model), layout.prefix_ids, tuple(body.tolist())
+    return id(loaded.model), loaded.cache, layout.prefix_ids, tuple(body.tolist())

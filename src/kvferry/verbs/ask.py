@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry.errors import BadInput
-from kvferry.verbs.options import Device, Json, ReceiverAt, SourceAt, TailTokens
+from kvferry.models.precision import Precision
+from kvferry.verbs.options import (
+    AllowOtherPrecision,
+    Device,
+    Json,
+    ReceiverAt,
+    ReceiverCache,
+    ReceiverPrecision,
+    SourceAt,
+    SourceCache,
+    SourcePrecision,
+    TailTokens,
+)
 
 if TYPE_CHECKING:
     from kvferry.running.handoff import Answer
@@ -38,6 +50,11 @@ def ask(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     tail_tokens: TailTokens = 0,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
+    allow_other_precision: AllowOtherPrecision = False,
     device: Device = "cpu",
     allow_other_revision: Annotated[
         bool, typer.Option("--allow-other-revision", help="Use models the map was not made for.")
@@ -69,6 +86,9 @@ def ask(
         map,
         source=source,
         receiver=receiver,
+        source_precision=Precision(source_precision, source_cache),
+        receiver_precision=Precision(receiver_precision, receiver_cache),
+        allow_other_precision=allow_other_precision,
         device=device,
         tail_tokens=tail_tokens,
         allow_other_revision=allow_other_revision,

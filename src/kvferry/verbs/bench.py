@@ -8,8 +8,20 @@ from typing import Annotated
 import typer
 
 from kvferry.errors import BadInput
+from kvferry.models.precision import Precision
 from kvferry.verbs.bench_tasks import prompts, questions
-from kvferry.verbs.options import Device, Json, ReceiverAt, Ridge, SourceAt
+from kvferry.verbs.options import (
+    AllowOtherPrecision,
+    Device,
+    Json,
+    ReceiverAt,
+    ReceiverCache,
+    ReceiverPrecision,
+    Ridge,
+    SourceAt,
+    SourceCache,
+    SourcePrecision,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +48,11 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=2)] = 16,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
+    allow_other_precision: AllowOtherPrecision = False,
     device: Device = "cpu",
     out: Annotated[Path | None, typer.Option(help="Write the record to this JSON file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Only the JSON line on stdout.")] = False,
@@ -55,7 +72,15 @@ def bench(
 
     if out and out.is_dir():
         raise BadInput(expected="--out FILE.json", got=f"a folder, {out}", next_step="name a file")
-    ferry = Handoff.from_pretrained(map, source=source, receiver=receiver, device=device)
+    ferry = Handoff.from_pretrained(
+        map,
+        source=source,
+        receiver=receiver,
+        source_precision=Precision(source_precision, source_cache),
+        receiver_precision=Precision(receiver_precision, receiver_cache),
+        allow_other_precision=allow_other_precision,
+        device=device,
+    )
     ferry.require_room(max(sizes), new_tokens)  # before a text of that length is made
     text = read_text(context) if context else shipped_text(max(sizes))
     result = run(ferry, text, lengths=sizes, repeats=repeats, warmup=warmup, new_tokens=new_tokens)
@@ -77,6 +102,11 @@ def facts(
     ridge: Ridge = False,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
+    allow_other_precision: AllowOtherPrecision = False,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -94,7 +124,15 @@ def facts(
             next_step="choose from these, separated by commas",
         )
     handoffs = load_handoffs(
-        map, source=source, receiver=receiver, device=device, ridge=ridge, keep=4
+        map,
+        source=source,
+        receiver=receiver,
+        source_precision=Precision(source_precision, source_cache),
+        receiver_precision=Precision(receiver_precision, receiver_cache),
+        allow_other_precision=allow_other_precision,
+        device=device,
+        ridge=ridge,
+        keep=4,
     )
     summary = run_facts(handoffs, out, texts=n, seed=seed, parts=chosen)
     if json:

@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from kvferry.errors import BadInput
-from kvferry.verbs.options import Device, Json, SectionChars
+from kvferry.verbs.options import (
+    Device,
+    Json,
+    ReceiverCache,
+    ReceiverPrecision,
+    SectionChars,
+    SourceCache,
+    SourcePrecision,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +48,10 @@ def capture(
     checkpoint_seconds: Annotated[
         float, typer.Option(help="Between checkpoints.", min=0.0)
     ] = 240.0,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -62,8 +74,8 @@ def capture(
     texts = read_corpus(corpus, section_chars=section_chars, column=column)
     say(texts.summary())
     header = run(
-        load_model(source, device=device),
-        load_model(receiver, device=device),
+        load_model(source, precision=source_precision, cache=source_cache, device=device),
+        load_model(receiver, precision=receiver_precision, cache=receiver_cache, device=device),
         texts,
         settings,
         out,

@@ -7,7 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.verbs.options import Device, Json, ReceiverAt, Ridge, SectionChars, SourceAt
+from kvferry.models.precision import Precision
+from kvferry.verbs.options import (
+    AllowOtherPrecision,
+    Device,
+    Json,
+    ReceiverAt,
+    ReceiverCache,
+    ReceiverPrecision,
+    Ridge,
+    SectionChars,
+    SourceAt,
+    SourceCache,
+    SourcePrecision,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -28,6 +41,11 @@ def compare(
     seed: Annotated[int, typer.Option(help="Of the facts; not one that was tuned on.")] = 1000,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
+    allow_other_precision: AllowOtherPrecision = False,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -42,7 +60,15 @@ def compare(
 
     prose = read_corpus(corpus, section_chars=section_chars) if corpus else None
     ferries = load_handoffs(
-        maps, source=source, receiver=receiver, device=device, ridge=ridge, keep=3 * documents
+        maps,
+        source=source,
+        receiver=receiver,
+        source_precision=Precision(source_precision, source_cache),
+        receiver_precision=Precision(receiver_precision, receiver_cache),
+        allow_other_precision=allow_other_precision,
+        device=device,
+        ridge=ridge,
+        keep=3 * documents,
     )
     run_facts(ferries, out / "facts", texts=n, seed=seed)
     found: dict[str, Any] = {"facts": compare_choices(out / "facts")}

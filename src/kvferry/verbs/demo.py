@@ -95,7 +95,8 @@ def make_ferries(folders: dict[str, Path], small: Any, large: Any) -> dict[str, 
     for name, folder in folders.items():
         cache_map = CacheMap.from_pretrained(folder)
         pair = (small, large) if name == FORWARD else (large, small)
-        ferries[name] = Handoff(*pair, cache_map, readings=readings)
+        # On a GPU the models run in bfloat16, as the demo says; the shipped maps are of float32.
+        ferries[name] = Handoff(*pair, cache_map, readings=readings, allow_other_precision=True)
     return ferries
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.errors import BadInput
+from kvferry.models.precision import Precision
 
 if TYPE_CHECKING:
     from kvferry.running.handoff import Handoff
@@ -19,6 +20,8 @@ def load_handoffs(
     keep: int,
     source: str | None = None,
     receiver: str | None = None,
+    source_precision: Precision | None = None,
+    receiver_precision: Precision | None = None,
     ridge: bool = False,
     **options: Any,
 ) -> dict[str, Handoff]:
@@ -28,6 +31,8 @@ def load_handoffs(
         folders: map folders; their last names are the handoffs' names.
         source: where the source lies, if not by the name in the map; for maps of one direction.
         receiver: where the receiver lies, likewise.
+        source_precision: of weights and cache; what it leaves open is the map's.
+        receiver_precision: likewise.
         keep: native readings to keep.
         ridge: also each map without its corrector, named ``NAME (ridge)``.
         options: as for ``Handoff``.
@@ -52,15 +57,17 @@ def load_handoffs(
         maps[name] = CacheMap.from_pretrained(folder)
         if ridge and maps[name].corrector is not None:
             maps[f"{name} (ridge)"] = maps[name].without_corrector()
-    loaded: dict[str, LoadedModel] = {}
+    loaded: dict[tuple[str, Precision], LoadedModel] = {}
 
     def side(cache_map: CacheMap, which: Literal["source", "receiver"]) -> LoadedModel:
         given = source if which == "source" else receiver
         config = cache_map.config.source if which == "source" else cache_map.config.receiver
-        spec = given or config.spec
-        if spec not in loaded:
-            loaded[spec] = load_side(cache_map, which, given, device=device)
-        return loaded[spec]
+        asked = source_precision if which == "source" else receiver_precision
+        # Maps of one direction or both may have been made for models served differently.
+        key = (given or config.spec, (asked or Precision()).or_else(config.precision))
+        if key not in loaded:
+            loaded[key] = load_side(cache_map, which, given, device=device, precision=asked)
+        return loaded[key]
 
     readings = Readings(keep)
     handoffs = {}

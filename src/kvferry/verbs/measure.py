@@ -7,13 +7,19 @@ from typing import Annotated
 
 import typer
 
+from kvferry.models.precision import Precision
 from kvferry.verbs.options import (
+    AllowOtherPrecision,
     Device,
     Json,
     ReceiverAt,
+    ReceiverCache,
+    ReceiverPrecision,
     Ridge,
     SectionChars,
     SourceAt,
+    SourceCache,
+    SourcePrecision,
     TailTokens,
 )
 
@@ -37,6 +43,11 @@ def measure(
     ridge: Ridge = False,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
+    allow_other_precision: AllowOtherPrecision = False,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -55,6 +66,9 @@ def measure(
         map,
         source=source,
         receiver=receiver,
+        source_precision=Precision(source_precision, source_cache),
+        receiver_precision=Precision(receiver_precision, receiver_cache),
+        allow_other_precision=allow_other_precision,
         device=device,
         keep=3 * n,
         ridge=ridge,

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry.errors import BadInput
-from kvferry.verbs.options import Device, Json, ReceiverAt, SourceAt
+from kvferry.models.precision import Precision
+from kvferry.verbs.options import (
+    AllowOtherPrecision,
+    Device,
+    Json,
+    ReceiverAt,
+    ReceiverCache,
+    ReceiverPrecision,
+    SourceAt,
+    SourceCache,
+    SourcePrecision,
+)
 
 if TYPE_CHECKING:
     from kvferry.fitting.tune_data import TuneData
@@ -83,6 +94,11 @@ def tune(
     ] = None,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
+    allow_other_precision: AllowOtherPrecision = False,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -137,7 +153,14 @@ def tune(
     )
     before = cache_map.identity
     ferry = Handoff.from_map(
-        cache_map, source=source, receiver=receiver, device=device, readings=Readings(keep_readings)
+        cache_map,
+        source=source,
+        receiver=receiver,
+        source_precision=Precision(source_precision, source_cache),
+        receiver_precision=Precision(receiver_precision, receiver_cache),
+        allow_other_precision=allow_other_precision,
+        device=device,
+        readings=Readings(keep_readings),
     )
     options = {
         "seed": seed,
@@ -161,6 +184,7 @@ def tune(
     kinds = {source.task for source in sources}
     ferry.map.config = ferry.map.config.model_copy(
         update={
+            **ferry.served_sides(),
             "tuned": {
                 "scope": "mixed" if len(kinds) > 1 else "task" if kinds == {True} else "generic",
                 "data": {
@@ -174,7 +198,7 @@ def tune(
                 "run": summary["identity"],
                 "from_map": before,
                 "code": code_version(),
-            }
+            },
         }
     )
     ferry.map.save_pretrained(out / "map")
