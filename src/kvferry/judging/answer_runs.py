@@ -66,6 +66,7 @@ def run_answers(
                 "source": ferry.source.spec,
                 "receiver": ferry.receiver.spec,
                 "revisions": [ferry.source.revision, ferry.receiver.revision],
+                **ferry.rounding,
             }
             for name, ferry in ferries.items()
         },

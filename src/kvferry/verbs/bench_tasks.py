@@ -8,7 +8,20 @@ from typing import Annotated, Any
 import typer
 
 from kvferry.errors import BadInput
-from kvferry.verbs.options import Data, Device, Json, ReceiverAt, Ridge, SourceAt
+from kvferry.models.precision import Precision
+from kvferry.verbs.options import (
+    AllowOtherPrecision,
+    Data,
+    Device,
+    Json,
+    ReceiverAt,
+    ReceiverCache,
+    ReceiverPrecision,
+    Ridge,
+    SourceAt,
+    SourceCache,
+    SourcePrecision,
+)
 
 Maps = Annotated[list[Path], typer.Option(help="Map folder; repeat for several.")]
 KEPT_READINGS = 8
@@ -27,6 +40,11 @@ def questions(
     ridge: Ridge = False,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
+    allow_other_precision: AllowOtherPrecision = False,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -41,7 +59,15 @@ def questions(
     chosen = known_split(split)
     read_split(data, chosen, tokens=tokens)  # missing data is refused before models are loaded
     ferries = load_handoffs(
-        map, source=source, receiver=receiver, device=device, ridge=ridge, keep=KEPT_READINGS
+        map,
+        source=source,
+        receiver=receiver,
+        source_precision=Precision(source_precision, source_cache),
+        receiver_precision=Precision(receiver_precision, receiver_cache),
+        allow_other_precision=allow_other_precision,
+        device=device,
+        ridge=ridge,
+        keep=KEPT_READINGS,
     )
     count = token_count(next(iter(ferries.values())).receiver.tokenizer)
     found = read_split(data, chosen, count=count, tokens=tokens)
@@ -67,6 +93,11 @@ def prompts(
     ridge: Ridge = False,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
+    source_precision: SourcePrecision = None,
+    receiver_precision: ReceiverPrecision = None,
+    source_cache: SourceCache = None,
+    receiver_cache: ReceiverCache = None,
+    allow_other_precision: AllowOtherPrecision = False,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -86,7 +117,15 @@ def prompts(
         )
     asked = read_prompts(data, n)
     ferries = load_handoffs(
-        map, source=source, receiver=receiver, device=device, ridge=ridge, keep=KEPT_READINGS
+        map,
+        source=source,
+        receiver=receiver,
+        source_precision=Precision(source_precision, source_cache),
+        receiver_precision=Precision(receiver_precision, receiver_cache),
+        allow_other_precision=allow_other_precision,
+        device=device,
+        ridge=ridge,
+        keep=KEPT_READINGS,
     )
     summary = run_answers(ferries, asked, out, max_new_tokens=max_new_tokens, arms=chosen)
     if json:
