@@ -42,55 +42,120 @@ def tune(
         list[str],
         typer.Option(
             metavar="SPEC",
-            help="facts:TEXTS[:SEED], text:CORPUS, rows:FILE.jsonl or source:FILE.jsonl|CORPUS; "
+            help="facts:TEXTS[:SEED], text:CORPUS, rows:FILE, source:FILE or source:CORPUS; "
             "=RATIO behind it weighs several.",
+            rich_help_panel="Data",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for checkpoints and the tuned map.")],
     objective: Annotated[
         list[str] | None,
         typer.Option(
-            help="answers, receiver_kl, source_kl, hidden or attention; =WEIGHT behind it."
+            help="answers, receiver_kl, source_kl, hidden or attention; =WEIGHT behind it.",
+            rich_help_panel="Training",
         ),
     ] = None,
-    kind: Annotated[str, typer.Option(help="features, output, per_head or trunk.")] = "features",
-    rank: Annotated[int, typer.Option(min=1)] = 32,
-    gate: Annotated[bool, typer.Option("--gate", help="A learned factor a target.")] = False,
-    place: Annotated[str, typer.Option(help="keys, values or both.")] = "both",
-    layers: Annotated[str | None, typer.Option(help="Receiver layers, e.g. 0,1,2.")] = None,
-    steps: Annotated[int, typer.Option(min=1)] = 200,
-    batch: Annotated[int, typer.Option(help="Questions a step, on one text.", min=1)] = 8,
-    accumulate: Annotated[int, typer.Option(help="Texts a step.", min=1)] = 1,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1.5e-3,
-    warmup: Annotated[int, typer.Option(min=1)] = 10,
-    clip: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    judge_every: Annotated[int, typer.Option(min=1)] = 50,
-    patience: Annotated[int, typer.Option(help="0 never stops early.", min=0)] = 0,
-    checkpoint_every: Annotated[int, typer.Option(min=1)] = 20,
-    curriculum: Annotated[bool, typer.Option("--curriculum", help="Short texts first.")] = False,
+    kind: Annotated[
+        str, typer.Option(help="features, output, per_head or trunk.", rich_help_panel="Corrector")
+    ] = "features",
+    rank: Annotated[int, typer.Option(min=1, rich_help_panel="Corrector", metavar="N")] = 32,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="A learned factor a target.", rich_help_panel="Corrector")
+    ] = False,
+    place: Annotated[
+        str, typer.Option(help="keys, values or both.", rich_help_panel="Corrector")
+    ] = "both",
+    layers: Annotated[
+        str | None, typer.Option(help="Receiver layers, e.g. 0,1,2.", rich_help_panel="Corrector")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, rich_help_panel="Training", metavar="N")] = 200,
+    batch: Annotated[
+        int,
+        typer.Option(
+            help="Questions a step, on one text.", min=1, rich_help_panel="Training", metavar="N"
+        ),
+    ] = 8,
+    accumulate: Annotated[
+        int, typer.Option(help="Texts a step.", min=1, rich_help_panel="Training", metavar="N")
+    ] = 1,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, rich_help_panel="Training", metavar="N")
+    ] = 1.5e-3,
+    warmup: Annotated[int, typer.Option(min=1, rich_help_panel="Training", metavar="N")] = 10,
+    clip: Annotated[float, typer.Option(min=0.0, rich_help_panel="Training", metavar="N")] = 1.0,
+    seed: Annotated[int, typer.Option(rich_help_panel="Training")] = 0,
+    judge_every: Annotated[int, typer.Option(min=1, rich_help_panel="Training", metavar="N")] = 50,
+    patience: Annotated[
+        int,
+        typer.Option(help="0 never stops early.", min=0, rich_help_panel="Training", metavar="N"),
+    ] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=1, rich_help_panel="Training", metavar="N")
+    ] = 20,
+    curriculum: Annotated[
+        bool, typer.Option("--curriculum", help="Short texts first.", rich_help_panel="Training")
+    ] = False,
     warm_start: Annotated[
-        int, typer.Option(help="First steps, which match attention outputs alone.", min=0)
+        int,
+        typer.Option(
+            help="First steps, which match attention outputs alone.",
+            min=0,
+            rich_help_panel="Training",
+            metavar="N",
+        ),
     ] = 0,
     match_layers: Annotated[
-        str | None, typer.Option(help="Receiver layers for `attention`, e.g. 0,1,2.")
+        str | None,
+        typer.Option(
+            help="Receiver layers for `attention`, e.g. 0,1,2.", rich_help_panel="Training"
+        ),
     ] = None,
     go_on: Annotated[
-        bool, typer.Option("--go-on", help="Start from the map's own corrector.")
+        bool,
+        typer.Option(
+            "--go-on", help="Start from the map's own corrector.", rich_help_panel="Corrector"
+        ),
     ] = False,
-    held_out: Annotated[int, typer.Option(help="Texts to judge on, a source.", min=2)] = 8,
-    context_tokens: Annotated[int, typer.Option(help="Of running text.", min=8)] = 256,
-    target_tokens: Annotated[int, typer.Option(help="Of running text.", min=8)] = 64,
+    held_out: Annotated[
+        int,
+        typer.Option(
+            help="Texts to judge on, a source.", min=2, rich_help_panel="Data", metavar="N"
+        ),
+    ] = 8,
+    context_tokens: Annotated[
+        int, typer.Option(help="Of running text.", min=8, rich_help_panel="Data", metavar="N")
+    ] = 256,
+    target_tokens: Annotated[
+        int, typer.Option(help="Of running text.", min=8, rich_help_panel="Data", metavar="N")
+    ] = 64,
     texts: Annotated[
-        int, typer.Option(help="Pieces of running text, spread over the corpus; 0 for all.", min=0)
+        int,
+        typer.Option(
+            help="Pieces of running text, spread over the corpus; 0 for all.",
+            min=0,
+            rich_help_panel="Data",
+            metavar="N",
+        ),
     ] = 0,
     keep_readings: Annotated[
-        int, typer.Option(help="Native readings kept in memory between steps.", min=0)
+        int,
+        typer.Option(
+            help="Native readings kept in memory between steps.",
+            min=0,
+            rich_help_panel="Training",
+            metavar="N",
+        ),
     ] = 64,
-    answer_tokens: Annotated[int, typer.Option(help="Of the source's answers.", min=1)] = 48,
-    cue: Annotated[str, typer.Option(help="Before the answers of rows.")] = "The answer is",
+    answer_tokens: Annotated[
+        int,
+        typer.Option(help="Of the source's answers.", min=1, rich_help_panel="Data", metavar="N"),
+    ] = 48,
+    cue: Annotated[
+        str, typer.Option(help="Before the answers of rows.", rich_help_panel="Data")
+    ] = "The answer is",
     tensorboard: Annotated[
-        Path | None, typer.Option(help="Folder for TensorBoard's event files.")
+        Path | None,
+        typer.Option(help="Folder for TensorBoard's event files.", rich_help_panel="Training"),
     ] = None,
     source: SourceAt = None,
     receiver: ReceiverAt = None,
