@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kvferry.cli import app
@@ -54,12 +56,18 @@ CUT = ["--context-tokens", 64, "--target-tokens", 24, "--answer-tokens", 4]
 
 @pytest.mark.parametrize(
     ("data", "scope"),
-    [(["facts:2"], "task"), (["text:prose.jsonl"], "generic"), (["rows:rows.jsonl"], "task")],
+    [
+        (["facts:2", "recite:2=0.5"], "task"),
+        (["text:prose.jsonl"], "generic"),
+        (["rows:rows.jsonl"], "task"),
+    ],
 )
 def test_a_corrector_from_each_kind_of_data(
     root: Path, tmp_path: Path, data: list[str], scope: str
 ) -> None:
-    specs = [f"--data={spec.replace(':', f':{root}/') if '.' in spec else spec}" for spec in data]
+    specs = [
+        f"--data={spec.replace(':', f':{root}/') if '.jsonl' in spec else spec}" for spec in data
+    ]
     made = run("tune", root / "map", *specs, "--out", tmp_path, *SHORT, *CUT)
     assert made["best"]["n"] > 0
     tuned = CacheMap.from_pretrained(tmp_path / "map")
@@ -199,3 +207,33 @@ def test_tensorboard_events_are_written(root: Path, tmp_path: Path) -> None:
         return
     assert done.exit_code == 0, done.output
     assert list((tmp_path / "events").iterdir())
+
+
+def test_a_recital_says_the_facts_of_its_text() -> None:
+    recitals = facts.make_recitals(6, seed=3)
+    texts = make_texts("seen", 6, seed=3, questions=3 * facts.PEOPLE)
+    for recital, text in zip(recitals, texts, strict=True):
+        assert (recital.text_id, recital.context) == (text.text_id, text.context)
+        known = {q.candidates[q.answer] for q in text.questions}
+        assert {statement.value.strip() for statement in recital.statements} == known
+        assert len(recital.statements) == 3 * facts.PEOPLE
+        said = "".join(s.before + s.value + s.after for s in recital.statements)
+        assert said.count(".") == len(recital.statements)
+
+
+def test_only_values_of_a_recital_are_targets(root: Path) -> None:
+    from kvferry.judging.facts_data import recital_data
+    from kvferry.running.choices import answer_all
+    from kvferry.running.handoff import Handoff
+
+    ferry = Handoff.from_pretrained(root / "map")
+    data = recital_data(ferry, 1, seed=3)
+    row = data.train[0].asked[0].continuation
+    words = ferry.receiver.tokenizer.decode(row.targets)
+    values = [s.value.strip() for s in facts.make_recitals(1, seed=3)[0].statements]
+    assert [v for v in values if v in words] == values
+    assert row.targets.numel() < row.answer.numel()
+    whole = replace(row, scored=None)
+    cache = ferry.read(ferry.receiver, data.train[0].body).cache
+    some, every = (answer_all(ferry.receiver, cache, [r]).logits for r in (row, whole))
+    assert torch.allclose(some, every[row.scored], atol=1e-5)

@@ -241,7 +241,7 @@ class _Run:
                 receiver = answer_all(ferry.receiver, native, rows)
             if any(o.needs_source for o in objectives.values()):
                 source = answer_all(ferry.source, ferry.read(ferry.source, text.body).cache, rows)
-        targets = torch.cat([row.answer for row in rows]).to(ferry.receiver.device)
+        targets = torch.cat([row.targets for row in rows]).to(ferry.receiver.device)
         batch = Batch(targets, student, receiver, source, matched)
         return torch.stack([w * objectives[name].loss(batch) for name, w in weights.items()]).sum()
 
@@ -450,12 +450,7 @@ def _identity(
 ) -> str:
     """Hash of everything that decides the result."""
     data = [
-        [
-            text.text_id,
-            text.weight,
-            text.body.tolist(),
-            [[o.tail.tolist(), [x.tolist() for x in o.options], o.right] for o in text.asked],
-        ]
+        [text.text_id, text.weight, text.body.tolist(), [_plain_asked(o) for o in text.asked]]
         for text in (*texts, *held_out)
     ]
     named = [
@@ -468,6 +463,11 @@ def _identity(
     if ferry.rounding:
         named.append(ferry.rounding)
     return sha256_text(sorted_json(named))
+
+
+def _plain_asked(asked: Asked) -> list[Any]:
+    scored = [] if asked.scored is None else [asked.scored.tolist()]
+    return [asked.tail.tolist(), [x.tolist() for x in asked.options], asked.right, *scored]
 
 
 def _plain(settings: TuneSettings) -> dict[str, Any]:

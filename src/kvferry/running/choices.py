@@ -22,10 +22,27 @@ from kvferry.running.decode import score
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows a context: read ``tail``, then be scored on ``answer``, both ``[n]`` int64."""
+    """What follows a context: read ``tail``, then be scored on ``answer``, both ``[n]`` int64.
+
+    Attributes:
+        scored: which of the answer's tokens count, ``[n]`` bool; ``None`` for all.
+    """
 
     tail: Tensor
     answer: Tensor
+    scored: Tensor | None = None
+
+    @property
+    def targets(self) -> Tensor:
+        """The answer's tokens that count."""
+        return self.answer if self.scored is None else self.answer[self.scored]
+
+    @property
+    def places(self) -> Tensor:
+        """Where they are predicted, counted from the tail's first token."""
+        first = int(self.tail.numel()) - 1
+        every = torch.arange(first, first + self.answer.numel())
+        return every if self.scored is None else every[self.scored]
 
 
 @dataclass(frozen=True)
@@ -49,16 +66,18 @@ class Asked:
         tail: question and cue, ``[Q]`` int64.
         options: continuations to choose from; one alone for free text.
         right: index of the answer among them.
+        scored: which of the answer's tokens are trained on, ``[n]`` bool; ``None`` for all.
     """
 
     tail: Tensor
     options: tuple[Tensor, ...]
     right: int = 0
+    scored: Tensor | None = None
 
     @property
     def continuation(self) -> Continuation:
         """What is trained on."""
-        return Continuation(self.tail, self.options[self.right])
+        return Continuation(self.tail, self.options[self.right], self.scored)
 
 
 def answer_all(loaded: LoadedModel, cache: DynamicCache, rows: list[Continuation]) -> Answered:
@@ -83,8 +102,8 @@ def answer_all(loaded: LoadedModel, cache: DynamicCache, rows: list[Continuation
     )
     picked = torch.cat(
         [
-            output.last_hidden_state[place, one.numel() - row.answer.numel() : one.numel()]
-            for place, (one, row) in enumerate(zip(joined, rows, strict=True))
+            output.last_hidden_state[place, row.places.to(loaded.device)]
+            for place, row in enumerate(rows)
         ]
     )
     return Answered(model.get_output_embeddings()(picked), picked)

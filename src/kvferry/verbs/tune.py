@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from kvferry.maps.cache_map import CacheMap
     from kvferry.running.handoff import Handoff
 
-FACTS_HELD_OUT_SEED = 500
-"""Added to a data seed for the facts that are judged on while tuning; tests use others again."""
-
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -42,7 +39,8 @@ def tune(
         list[str],
         typer.Option(
             metavar="SPEC",
-            help="facts:TEXTS[:SEED], text:CORPUS, rows:FILE, source:FILE or source:CORPUS; "
+            help="facts:TEXTS[:SEED], recite:TEXTS[:SEED], text:CORPUS, rows:FILE, source:FILE or "
+            "source:CORPUS; "
             "=RATIO behind it weighs several.",
             rich_help_panel="Data",
         ),
@@ -345,9 +343,10 @@ def split_spec(spec: str) -> tuple[str, str]:
         BadInput: another kind.
     """
     kind, _, rest = spec.partition(":")
-    if kind not in ("facts", "text", "rows", "source") or not rest:
+    if kind not in ("facts", "recite", "text", "rows", "source") or not rest:
         raise BadInput(
-            expected="facts:TEXTS[:SEED], text:CORPUS, rows:FILE.jsonl or source:FILE|CORPUS",
+            expected="facts:TEXTS[:SEED], recite:TEXTS[:SEED], text:CORPUS, rows:FILE.jsonl or "
+            "source:FILE|CORPUS",
             got=spec,
             next_step="e.g. --data facts:24 --data text:books.jsonl=0.5",
         )
@@ -384,8 +383,8 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
     )
 
     kind, rest = split_spec(spec)
-    if kind == "facts":
-        return _facts(ferry, rest, options)
+    if kind in ("facts", "recite"):
+        return _facts(ferry, kind, rest, options)
     name = f"{kind}:{Path(rest).name}"
     if kind == "text":
         cut = RunningText(
@@ -411,11 +410,8 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
     return source_answers(ferry, rows, out, max_new_tokens=options["answer_tokens"], name=name)
 
 
-def _facts(ferry: Handoff, rest: str, options: dict[str, Any]) -> TuneData:
-    from kvferry.fitting.train import TuneText
-    from kvferry.fitting.tune_data import TuneData
-    from kvferry.judging.choice_runs import asked_of
-    from kvferry.judging.tasks.facts import PEOPLE, VERSION, make_texts
+def _facts(ferry: Handoff, kind: str, rest: str, options: dict[str, Any]) -> TuneData:
+    from kvferry.judging.facts_data import question_data, recital_data
 
     count, _, tail = rest.partition(":")
     try:
@@ -424,14 +420,10 @@ def _facts(ferry: Handoff, rest: str, options: dict[str, Any]) -> TuneData:
             raise ValueError(rest)
     except ValueError as error:
         raise BadInput(
-            expected="facts:TEXTS[:SEED] with whole numbers", got=rest, next_step="e.g. facts:24"
+            expected=f"{kind}:TEXTS[:SEED] with whole numbers",
+            got=rest,
+            next_step=f"e.g. {kind}:24",
         ) from error
-
-    def made(number: int, seed: int, questions: int) -> tuple[TuneText, ...]:
-        return tuple(
-            TuneText(text.text_id, ferry.layout.context(text.context), asked_of(ferry, text))
-            for text in make_texts("seen", number, seed=seed, questions=questions)
-        )
-
-    held = made(options["held_out"], seed + FACTS_HELD_OUT_SEED, 16)
-    return TuneData(f"{VERSION}:{texts}:{seed}", True, made(texts, seed, 3 * PEOPLE), held)
+    if kind == "recite":
+        return recital_data(ferry, texts, seed=seed)
+    return question_data(ferry, texts, seed=seed, held_out=options["held_out"])

@@ -10,6 +10,7 @@ One call: ``make_texts("seen", 8, seed=1)``.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Literal
 
 from kvferry.judging.tasks.choice_text import ChoiceText, Question
@@ -31,8 +32,27 @@ CUE = "The answer is"
 Part = Literal["seen", "unseen_phrasing", "unseen_kinds"]
 PARTS: tuple[Part, ...] = ("seen", "unseen_phrasing", "unseen_kinds")
 
+RECITE = "Say in other words, one by one, what the text says about each of them."
 MIXED_TEXTS = 0.5
 """Share of seen texts in which every person is told of in another way and order."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One fact in a sentence: ``before``, the value, ``after``; they join to it."""
+
+    before: str
+    value: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Recital:
+    """A text, and all that it says in drawn order and other words; only values are to be learnt."""
+
+    text_id: str
+    context: str
+    statements: tuple[Statement, ...]
 
 
 def make_texts(part: Part, count: int, *, seed: int, questions: int = 16) -> list[ChoiceText]:
@@ -50,7 +70,47 @@ def make_texts(part: Part, count: int, *, seed: int, questions: int = 16) -> lis
     return [_text(part, f"{part}-{seed}-{index}", generator, questions) for index in range(count)]
 
 
+def make_recitals(count: int, *, seed: int) -> list[Recital]:
+    """The seen texts of ``make_texts`` of that seed, with all they say in other words."""
+    generator = random.Random(f"{VERSION} seen {seed}")
+    found = []
+    for index in range(count):
+        told = _tell("seen", generator)
+        _asked(told, generator, 3 * PEOPLE, unseen=False)  # keeps the draws in step
+        text_id = f"seen-{seed}-{index}"
+        own = random.Random(f"{VERSION} recital {text_id}")
+        facts = [(place, kind) for place in range(PEOPLE) for kind in told.values]
+        own.shuffle(facts)
+        found.append(
+            Recital(text_id, told.context, tuple(_statement(told, *fact, own) for fact in facts))
+        )
+    return found
+
+
+def _statement(told: _Told, place: int, kind: str, generator: random.Random) -> Statement:
+    before, after = _way(CLAUSES[kind], False, generator).split("{v}")
+    return Statement(
+        f" {told.names[place]} {before.rstrip()}", f" {told.values[kind][place]}", f"{after}."
+    )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A drawn text: who, what of each kind, and how it was said."""
+
+    names: list[str]
+    values: dict[str, list[str]]
+    context: str
+
+
 def _text(part: Part, text_id: str, generator: random.Random, questions: int) -> ChoiceText:
+    told = _tell(part, generator)
+    return ChoiceText(
+        text_id, told.context, _asked(told, generator, questions, unseen=part != "seen")
+    )
+
+
+def _tell(part: Part, generator: random.Random) -> _Told:
     unseen = part != "seen"
     kinds = UNSEEN_KINDS if part == "unseen_kinds" else SEEN_KINDS
     names = generator.sample((UNSEEN_NAMES if unseen else SEEN_NAMES).split(), PEOPLE)
@@ -68,15 +128,17 @@ def _text(part: Part, text_id: str, generator: random.Random, questions: int) ->
         order = generator.sample(chosen, 3) if mixed else chosen
         said = [phrasing[kind].format(v=values[kind][place]) for kind in order]
         sentences.append(frame.format(name=name, a=said[0], b=said[1], c=said[2]))
-    pairs = [(place, kind) for place in range(PEOPLE) for kind in chosen]
-    asked = generator.sample(pairs, questions)
-    return ChoiceText(
-        text_id,
-        ("\n" if frame.startswith("-") and not mixed else " ").join(sentences),
-        tuple(
-            _question(names[place], kind, values[kind], place, unseen, generator)
-            for place, kind in asked
-        ),
+    between = "\n" if frame.startswith("-") and not mixed else " "
+    return _Told(names, values, between.join(sentences))
+
+
+def _asked(
+    told: _Told, generator: random.Random, count: int, *, unseen: bool
+) -> tuple[Question, ...]:
+    pairs = [(place, kind) for place in range(PEOPLE) for kind in told.values]
+    return tuple(
+        _question(told.names[place], kind, told.values[kind], place, unseen, generator)
+        for place, kind in generator.sample(pairs, count)
     )
 
 
