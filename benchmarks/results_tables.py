@@ -245,7 +245,7 @@ def tuning(name: str) -> list[str]:
         "|---|---|---|---|",
     ]
     for row in record["log"]:
-        best = " (kept)" if row["step"] == record["best"]["step"] else ""
+        best = " (kept)" if row["step"] == record.get("best", {}).get("step") else ""
         lines.append(
             f"| {row['step']}{best} | {row['correct']}/{row['n']} | "
             f"{row['wrong_document_correct']}/{row['n']} | {row['held_out_loss']:.3f} |"
@@ -272,6 +272,8 @@ TABLES: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "anatomy": (fidelity, "measure-anatomy"),
     "anatomy-generic": (generic, "measure-anatomy-generic"),
     "tuning-generic": (tuning, "tuned/qwen-0.5b-to-1.5b-generic/tune.json"),
+    "tuning-facts-backward": (tuning, "tuned/qwen-1.5b-to-0.5b-facts/tune.json"),
+    "tuning-facts-raw-units": (tuning, "tuned/qwen-1.5b-to-0.5b-facts-raw-units.json"),
     "wikitext": (fidelity, "measure-wikitext"),
     "demo": (demo, "demo/demo.json"),
     "bench-forward": (bench, "bench-0.5b-to-1.5b.json"),
