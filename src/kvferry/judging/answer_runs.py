@@ -30,6 +30,9 @@ from kvferry.terminal import progress
 if TYPE_CHECKING:
     from kvferry.running.handoff import Handoff
 
+NAMED = ("map", "prompt_id", "arm")
+"""What names a record."""
+SAID = ("text", "token_ids", "cut", "ttft_ms")
 ARMS = ("transfer", "receiver_native", "source_native", "no_context", "wrong_document")
 
 
@@ -76,8 +79,8 @@ def run_answers(
         "machine": machine(),
     }
     with sole_writer(folder, "run"):
-        path = start_records(folder, header, same=("maps", "prompts", "arguments"))
-        kept = read_records(path)
+        path = start_records(folder, header, same=("maps", "prompts", "arguments"), once=NAMED)
+        kept = read_records(path, keys=("own", *SAID), once=NAMED)
         done = {(r["map"], r["prompt_id"], r["arm"]) for r in kept}
         own = {r["own"]: r for r in kept if r["own"]}
         total = len(ferries) * len(prompts) * len(arms)
@@ -139,7 +142,7 @@ def _answer(
 def summarise_answers(folder: Path) -> dict[str, Any]:
     """Counts by map and arm, from the records alone."""
     header = read_json(folder / "header.json")
-    records = read_records(folder / "records.jsonl")
+    records = read_records(folder / "records.jsonl", keys=SAID, once=NAMED)
     table: dict[str, dict[str, Any]] = {}
     for name in header["maps"]:
         table[name] = {}

@@ -18,13 +18,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
-from kvferry.errors import BadInput
+from kvferry.errors import BadInput, CorruptFile
+from kvferry.judging.answer_runs import NAMED
 from kvferry.judging.paired_stats import sign_test
 from kvferry.provenance import (
     add_record,
     code_version,
     machine,
-    read_json,
+    read_object,
     read_records,
     sha256_text,
     sole_writer,
@@ -130,12 +131,18 @@ def read_pairs(run: Path, a: str, b: str, *, seed: int, map: str | None = None) 
     Raises:
         BadInput: no such run, map or arms, or no prompt with both answers.
     """
-    header = read_json(run / "header.json")
-    if not isinstance(header, dict) or header.get("format") != "kvferry-answers-1":
+    header = read_object(run / "header.json", "format")
+    if header["format"] != "kvferry-answers-1":
         raise BadInput(
             expected=f"a run of kvferry bench prompts in {run}",
-            got=str(header.get("format") if isinstance(header, dict) else type(header).__name__),
+            got=str(header["format"]),
             next_step="name the folder that was its --out",
+        )
+    if not _sound(header):
+        raise CorruptFile(
+            expected=f"maps, and prompts with id and request, in {run / 'header.json'}",
+            got="something else",
+            next_step="restore the file, or remove that folder and run kvferry bench prompts again",
         )
     names = list(header["maps"])
     chosen = map if map is not None else names[0]
@@ -146,7 +153,7 @@ def read_pairs(run: Path, a: str, b: str, *, seed: int, map: str | None = None) 
             next_step=f"say --map {names[0]!r}",
         )
     answers: dict[str, dict[str, str]] = {}
-    for row in read_records(run / "records.jsonl"):
+    for row in read_records(run / "records.jsonl", keys=("text",), once=NAMED):
         if row["map"] == chosen:
             answers.setdefault(row["arm"], {})[row["prompt_id"]] = row["text"]
     if a == b or a not in answers or b not in answers:
@@ -176,6 +183,16 @@ def read_pairs(run: Path, a: str, b: str, *, seed: int, map: str | None = None) 
     return Pairs((a, b), chosen, tuple(pairs), missing, seed)
 
 
+def _sound(header: dict[str, Any]) -> bool:
+    maps, prompts = header.get("maps"), header.get("prompts")
+    return (
+        isinstance(maps, dict)
+        and bool(maps)
+        and isinstance(prompts, list)
+        and all(isinstance(p, dict) and {"id", "request"} <= set(p) for p in prompts)
+    )
+
+
 def judge_pairs(judge: Judge, found: Pairs, folder: Path) -> dict[str, Any]:
     """Ask a model judge about every pair in both orders; resumes.
 
@@ -193,7 +210,7 @@ def judge_pairs(judge: Judge, found: Pairs, folder: Path) -> dict[str, Any]:
         "machine": machine(),
     }
     with sole_writer(folder, "judge"):
-        path = start_records(folder, header, same=("judge", "compared"))
+        path = start_records(folder, header, same=("judge", "compared"), once=("pair",))
         done = {row["pair"] for row in read_records(path)}
         with progress(
             "judged", total=len(found.pairs), unit="pairs", done=float(len(done))
@@ -208,7 +225,14 @@ def judge_pairs(judge: Judge, found: Pairs, folder: Path) -> dict[str, Any]:
                 row = {"pair": pair.number, "prompt_id": pair.prompt_id, "odds_first": odds}
                 add_record(path, row | {"verdict": verdict(pair, odds)})
                 advance(1)
-        rows = read_records(path)
+        rows = read_records(path, keys=("odds_first", "verdict"), once=("pair",))
+        known = {pair.number for pair in found.pairs}
+        if foreign := [row["pair"] for row in rows if row["pair"] not in known]:
+            raise CorruptFile(
+                expected=f"verdicts on pairs 1 to {len(known)} in {path}",
+                got=f"one on {foreign[0]}",
+                next_step="restore the file, or remove that line and run again",
+            )
         report = figures(found, {row["pair"]: row["verdict"] for row in rows})
         report |= _of_both_orders(found, rows) | {"judge": header["judge"]}
         write_json(folder / "report.json", report)

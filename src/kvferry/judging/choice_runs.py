@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvferry.running.choices import Asked
     from kvferry.running.handoff import Handoff
 
+NAMED = ("map", "part", "text_id")
+"""What names a record."""
 ARMS = ("source_native", "transfer", "receiver_native", "no_context", "wrong_document")
 
 
@@ -106,7 +108,7 @@ def run_choices(
         "machine": machine(),
     }
     with sole_writer(folder, "run"):
-        path = start_records(folder, header, same=("maps", "texts", "arguments"))
+        path = start_records(folder, header, same=("maps", "texts", "arguments"), once=NAMED)
         done = {(r["map"], r["part"], r["text_id"]) for r in read_records(path)}
         total = len(ferries) * sum(map(len, parts.values()))
         with progress("questions", total=total, unit="texts", done=float(len(done))) as advance:
@@ -241,7 +243,7 @@ def _one(
 def summarise_choices(folder: Path) -> dict[str, Any]:
     """Every figure from the records alone."""
     header = read_json(folder / "header.json")
-    records = read_records(folder / "records.jsonl")
+    records = read_records(folder / "records.jsonl", keys=("chosen", "right", "kinds"), once=NAMED)
     table: dict[str, dict[str, Any]] = {}
     for name in header["maps"]:
         table[name] = {}
