@@ -178,6 +178,10 @@ def test_what_tune_refuses(root: Path, tmp_path: Path, arguments: list[str]) -> 
         '{"context": "a", "question": "b", "choices": ["c", "c"], "answer": 0}',
         '{"context": "a", "question": "b", "choices": ["c", "d"], "answer": 2}',
         '{"context": "a", "question": "b", "choices": ["c", "d"], "answer": "e"}',
+        '{"context": "a", "question": "b", "choices": ["c", "d"], "answer": -1}',
+        '{"context": "a", "question": "b", "choices": "cd", "answer": "c"}',
+        '{"context": "a", "question": "b\\ud800", "answer": "c"}',
+        "[" * 100_000,
     ],
 )
 def test_rows_that_are_none(tmp_path: Path, line: str) -> None:

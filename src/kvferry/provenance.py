@@ -152,6 +152,24 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def parse_json(text: str) -> Any:
+    """JSON from people's files, which has to be text that can be written again.
+
+    Raises:
+        ValueError: not JSON, nested too deeply, or with half of a surrogate pair.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError("half of a surrogate pair, which is no text") from error
+    return value
+
+
 def read_object(path: Path, *keys: str) -> dict[str, Any]:
     """Read a JSON object that has to have some keys.
 

@@ -7,7 +7,6 @@ settings)``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from kvferry.errors import BadInput
 from kvferry.fitting.corpus import Document, split_of
 from kvferry.fitting.train import TuneText
-from kvferry.provenance import add_record, read_records, sha256_text
+from kvferry.provenance import add_record, parse_json, read_records, sha256_text
 from kvferry.running.choices import Asked
 from kvferry.running.decode import Sampling
 from kvferry.running.handoff import Handoff
@@ -156,7 +155,7 @@ def read_rows(path: Path) -> list[Row]:
         BadInput: a line that is not such a row, with its number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8").removeprefix("\ufeff").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(
             expected=f"a readable .jsonl file {path}", got=str(error), next_step="check the path"
@@ -180,10 +179,15 @@ def holds_rows(path: Path) -> bool:
 def _row(line: str, where: str) -> Row:
     problem = ""
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
         context, question = raw["context"], raw["question"]
-        choices, answer = tuple(raw.get("choices") or ()), raw.get("answer")
+        listed, answer = raw.get("choices") or [], raw.get("answer")
+        if not isinstance(listed, list):
+            raise TypeError(f"choices that are no list: {listed!r}")
+        choices = tuple(listed)
         if isinstance(answer, int) and not isinstance(answer, bool):
+            if not 0 <= answer < len(choices):
+                raise IndexError(f"answer {answer} of {len(choices)} choices, counted from 0")
             answer = choices[answer]
         texts = [context, question, *choices, *([] if answer is None else [answer])]
         if not all(isinstance(text, str) and text.strip() for text in texts):
