@@ -101,6 +101,7 @@ def run_answers(
                                 own[key] = row
                         about = {"map": name, "prompt_id": prompt.id, "arm": arm, "copied": copied}
                         add_record(path, row | about)
+                        done.add((name, prompt.id, arm))
                         advance(1)
         summary = summarise_answers(folder)
         write_json(folder / "summary.json", summary)
@@ -112,8 +113,11 @@ def _own(ferry: Handoff, prompt: Prompt, arm: str) -> str | None:
     if arm not in ("receiver_native", "source_native", "no_context"):
         return None
     model = ferry.source if arm == "source_native" else ferry.receiver
+    served = "" if model.precision.plain else f" {model.precision}"
     read = "" if arm == "no_context" else prompt.id
-    return sha256_text(f"{model.revision} {ferry.layout.identity} {read} / {prompt.question}")
+    return sha256_text(
+        f"{model.revision}{served} {ferry.layout.identity} {read} / {prompt.question}"
+    )
 
 
 def _answer(
