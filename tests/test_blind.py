@@ -241,3 +241,40 @@ def test_a_run_s_header_that_is_none(made: Path, change: dict[str, Any]) -> None
     path.write_text(json.dumps(read_json(path) | change), encoding="utf-8")
     with pytest.raises(CorruptFile, match=r"header\.json"):
         read_pairs(made, *ARMS, seed=0)
+
+
+@pytest.mark.parametrize("pair", [[1], {"a": 1}, True, 1.0, "1"])
+def test_a_pair_that_is_no_number(made: Path, tmp_path: Path, pair: Any) -> None:
+    found = read_pairs(made, *ARMS, seed=0)
+    filled = tmp_path / "f.jsonl"
+    row = {"sheet": found.identity, "pair": pair, "better": "A"}
+    filled.write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(BadInput, match="no number"):
+        read_sheet(found, filled)
+
+
+def test_a_sheet_saved_with_a_mark_in_front_and_one_without_marks(
+    made: Path, tmp_path: Path
+) -> None:
+    found = read_pairs(made, *ARMS, seed=0)
+    paths = write_sheet(found, tmp_path / "sheet.md")
+    with pytest.raises(BadInput, match="none marked"):
+        read_sheet(found, paths["answers"])
+    row = {"sheet": found.identity, "pair": 1, "better": "A"}
+    paths["answers"].write_text("\ufeff" + json.dumps(row), encoding="utf-8")
+    assert len(read_sheet(found, paths["answers"])) == 1
+
+
+def test_a_sheet_never_goes_over_another_file(made: Path, tmp_path: Path) -> None:
+    found = read_pairs(made, *ARMS, seed=0)
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine", encoding="utf-8")
+    with pytest.raises(BadInput, match=r"notes\.md"):
+        write_sheet(found, notes)
+    assert [file.name for file in tmp_path.glob("notes*")] == ["notes.md"]
+    paths = write_sheet(found, tmp_path / "sheet.md")
+    paths["answers"].unlink()  # as after a kill before it was written
+    assert write_sheet(found, tmp_path / "sheet.md") == paths
+    paths["answers"].rename(tmp_path / "filled.jsonl")
+    with pytest.raises(BadInput, match=r"sheet\.(md|key)"):
+        write_sheet(read_pairs(made, *ARMS, seed=1), tmp_path / "sheet.md")

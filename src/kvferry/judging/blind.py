@@ -25,10 +25,12 @@ from kvferry.provenance import (
     add_record,
     code_version,
     machine,
+    parse_json,
     read_object,
     read_records,
     sha256_text,
     sole_writer,
+    sorted_json,
     start_records,
     write_json,
     write_text,
@@ -306,15 +308,9 @@ def write_sheet(found: Pairs, sheet: Path) -> dict[str, Path]:
         the three paths, by ``sheet``, ``answers`` and ``key``.
 
     Raises:
-        BadInput: there is a file to fill in already.
+        BadInput: there is a file to fill in already, or another sheet or key.
     """
     answers, key = sheet.with_suffix(".answers.jsonl"), sheet.with_suffix(".key.json")
-    if answers.exists():
-        raise BadInput(
-            expected=f"no file {answers} yet",
-            got="one that may be filled in",
-            next_step="choose another --sheet, or remove it",
-        )
     parts = [
         f"# Which answer is better?\n\nSheet {found.identity}, {len(found.pairs)} pairs.\n\n"
         "For each request, mark the answer that does more of what it asks for: right, to the "
@@ -327,11 +323,18 @@ def write_sheet(found: Pairs, sheet: Path) -> dict[str, Path]:
             f"Answer A:\n\n{_fenced(pair.first)}\n\nAnswer B:\n\n{_fenced(pair.second)}\n\n"
             "Better: [ ] A   [ ] B   [ ] neither\n"
         )
-    write_text(sheet, "\n".join(parts))
-    write_json(
-        key,
-        {"compared": found.about(), "pairs": [asdict(pair) for pair in found.pairs]},
-    )
+    shown = "\n".join(parts)
+    kept = sorted_json({"compared": found.about(), "pairs": [asdict(pair) for pair in found.pairs]})
+    # A kill between the files leaves the first ones: they are as they would be written now.
+    for path, text in ((sheet, shown), (key, kept), (answers, None)):
+        if path.exists() and (path.is_dir() or path.read_bytes() != (text or "").encode()):
+            raise BadInput(
+                expected=f"no file {path} yet",
+                got="one that may be filled in" if path == answers else "something else",
+                next_step="choose another --sheet, or remove it",
+            )
+    write_text(sheet, shown)
+    write_text(key, kept)
     blank = [{"sheet": found.identity, "pair": p.number, "better": ""} for p in found.pairs]
     write_text(answers, "".join(json.dumps(row) + "\n" for row in blank))
     return {"sheet": sheet, "answers": answers, "key": key}
@@ -351,7 +354,7 @@ def read_sheet(found: Pairs, filled: Path) -> dict[int, Verdict]:
             neither.
     """
     try:
-        lines = filled.read_text(encoding="utf-8").split("\n")
+        lines = filled.read_text(encoding="utf-8").removeprefix("\ufeff").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(
             expected=f"a readable file {filled}", got=str(error), next_step="check the path"
@@ -364,8 +367,10 @@ def read_sheet(found: Pairs, filled: Path) -> dict[int, Verdict]:
             continue
         problem = ""
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             sheet, place = row["sheet"], row["pair"]
+            if type(place) is not int:
+                raise TypeError(f"pair {place!r}, no number")
             better = str(row["better"]).strip().upper()
         except (ValueError, LookupError, TypeError) as error:
             sheet, place, better, problem = "", 0, "", f"{type(error).__name__}: {error}"
@@ -384,4 +389,10 @@ def read_sheet(found: Pairs, filled: Path) -> dict[int, Verdict]:
         marked.add(place)
         if better:
             verdicts[place] = pairs[place].of(better)
+    if not verdicts:
+        raise BadInput(
+            expected=f"a mark (A, B or neither) in {filled}",
+            got=f"{len(marked)} pairs, none marked",
+            next_step='write e.g. "better": "A" behind each pair that was judged',
+        )
     return verdicts
