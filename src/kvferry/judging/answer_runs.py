@@ -61,6 +61,11 @@ def run_answers(
             got=str(len(prompts)),
             next_step="ask for more",
         )
+    for ferry in ferries.values():  # before the first of many answers
+        sizes = [int(ferry.layout.context(prompt.context).numel()) for prompt in prompts]
+        for place, prompt in enumerate(prompts):
+            tail = int(ferry.layout.tail(prompt.question).numel())
+            ferry.require_room(max(sizes[place], sizes[place - 1]), tail + max_new_tokens)
     header = {
         "format": "kvferry-answers-1",
         "maps": {
