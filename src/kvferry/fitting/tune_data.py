@@ -17,7 +17,14 @@ from torch import Tensor
 from kvferry.errors import BadInput
 from kvferry.fitting.corpus import Document, split_of
 from kvferry.fitting.train import TuneText
-from kvferry.provenance import add_record, parse_json, read_records, sha256_text
+from kvferry.provenance import (
+    add_record,
+    parse_json,
+    read_records,
+    sha256_text,
+    sole_writer,
+    start_records,
+)
 from kvferry.running.choices import Asked
 from kvferry.running.decode import Sampling
 from kvferry.running.handoff import Handoff
@@ -265,10 +272,53 @@ def source_answers(
 
     Args:
         rows: what to ask; their answers are not looked at.
+        folder: gets ``source_answers/`` with ``header.json`` and ``records.jsonl``.
+
+    Raises:
+        BadInput: answers of another source or length are kept there.
+        ContextTooLong: a row is beyond a model's limit.
     """
-    path = folder / "source_answers.jsonl"
-    kept = {(r["text_id"], r["question"]): r["token_ids"] for r in read_records(path)}
-    sampling = Sampling(max_new_tokens)
+    for row in rows:
+        size = int(ferry.layout.context(row.context).numel())
+        more = int(ferry.layout.tail(row.question).numel()) + max_new_tokens
+        ferry.require_room(size, more)
+    header = {
+        "format": "kvferry-source-answers-1",
+        "source": {"revision": ferry.source.revision, "precision": str(ferry.source.precision)},
+        "layout": ferry.layout.identity,
+        "max_new_tokens": max_new_tokens,
+    }
+    folder = folder / "source_answers"
+    with sole_writer(folder, "answering"):
+        named = ("text_id", "question")
+        path = start_records(
+            folder, header, same=("source", "layout", "max_new_tokens"), once=named
+        )
+        kept = {
+            (r["text_id"], r["question"]): r["token_ids"]
+            for r in read_records(path, keys=("token_ids",), once=named)
+        }
+        _answer_all(ferry, rows, path, kept, Sampling(max_new_tokens))
+    texts: dict[str, list[Asked]] = {}
+    bodies = {}
+    for row in rows:
+        ids = kept[row.text_id, row.question]
+        if ids and split_of(row.text_id) == "fit":
+            bodies[row.text_id] = ferry.layout.context(row.context)
+            texts.setdefault(row.text_id, []).append(
+                Asked(ferry.layout.tail(row.question), (torch.tensor(ids),))
+            )
+    train = tuple(TuneText(i[:16], bodies[i], tuple(texts[i])) for i in sorted(texts))
+    return TuneData(name, True, train, ())
+
+
+def _answer_all(
+    ferry: Handoff,
+    rows: Sequence[Row],
+    path: Path,
+    kept: dict[tuple[str, str], list[int]],
+    sampling: Sampling,
+) -> None:
     with progress("source answers", total=len(rows), unit="answers") as advance:
         for row in rows:
             if (row.text_id, row.question) not in kept:
@@ -284,17 +334,6 @@ def source_answers(
                     },
                 )
             advance(1)
-    texts: dict[str, list[Asked]] = {}
-    bodies = {}
-    for row in rows:
-        ids = kept[row.text_id, row.question]
-        if ids and split_of(row.text_id) == "fit":
-            bodies[row.text_id] = ferry.layout.context(row.context)
-            texts.setdefault(row.text_id, []).append(
-                Asked(ferry.layout.tail(row.question), (torch.tensor(ids),))
-            )
-    train = tuple(TuneText(i[:16], bodies[i], tuple(texts[i])) for i in sorted(texts))
-    return TuneData(name, True, train, ())
 
 
 def prompts_for(documents: Sequence[Document], *, chars: int) -> list[Row]:
