@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from kvferry.maps.cache_map import CacheMap
     from kvferry.running.handoff import Handoff
 
-FACTS_HELD_OUT_SEED = 500
-"""Added to a data seed for the facts that are judged on while tuning; tests use others again."""
-
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -37,6 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def tune(
+    context: typer.Context,
     map: Annotated[Path, typer.Argument(help="Map folder.")],
     data: Annotated[
         list[str],
@@ -169,7 +167,7 @@ def tune(
 ) -> None:
     """Train a residual beside the ridge and write a map that carries it. Judged while it runs by
     accuracy on held-out texts beside the wrong document's; a stopped run resumes."""
-    from kvferry.fitting.train import TuneSettings
+    from kvferry.fitting.train import TuneSettings, require_layers
     from kvferry.fitting.train import tune as run
     from kvferry.maps.cache_map import CacheMap
     from kvferry.maps.corrector import KINDS, CorrectorConfig
@@ -187,8 +185,27 @@ def tune(
     specs = [weighted(spec) for spec in data]
     for spec, _ in specs:
         split_spec(spec)
+    asked_for = [weighted(o) for o in objective or ["answers"]]
+    for what, names in (
+        ("objective", [name for name, _ in asked_for]),
+        ("source of data", [named_data(spec, seed) for spec, _ in specs]),
+    ):
+        if len(set(names)) < len(names):
+            raise BadInput(
+                expected=f"each {what} once, by a name of its own",
+                got=", ".join(names),
+                next_step="add up the weights, or rename a file, so that the card can tell them",
+            )
+    if (out / "map").resolve() == map.resolve():
+        raise BadInput(
+            expected="an --out whose map isn't the one that is tuned",
+            got=str(out),
+            next_step="choose another --out; the tuned map is written to OUT/map",
+        )
     cache_map = CacheMap.from_pretrained(map)
     _require_start(cache_map, go_on)
+    if go_on:
+        _require_own_settings(context)
     own = cache_map.corrector
     settings = TuneSettings(
         corrector=own.config
@@ -201,7 +218,7 @@ def tune(
             layers=parse_layers(layers),
             gate=gate,
         ),
-        objectives=dict(weighted(o) for o in objective or ["answers"]),
+        objectives=dict(asked_for),
         steps=steps,
         batch=batch,
         accumulate=accumulate,
@@ -227,6 +244,7 @@ def tune(
         device=device,
         readings=Readings(keep_readings),
     )
+    require_layers(ferry, settings)
     options = {
         "seed": seed,
         "held_out": held_out,
@@ -292,6 +310,30 @@ def _require_start(cache_map: CacheMap, go_on: bool) -> None:
             got="one without",
             next_step="leave --go-on out",
         )
+
+
+def _require_own_settings(context: typer.Context) -> None:
+    """A corrector that is gone on from stays what it is."""
+    names = ("kind", "rank", "gate", "place", "layers")
+    sources = {name: context.get_parameter_source(name) for name in names}
+    said = [n for n, where in sources.items() if where and where.name == "COMMANDLINE"]
+    if said:
+        raise BadInput(
+            expected="--go-on with the corrector that the map has",
+            got=", ".join(f"--{name}" for name in said),
+            next_step="leave these out, or tune the map it was tuned from",
+        )
+
+
+def named_data(spec: str, seed: int) -> str:
+    """What a spec is called in the map's card: no path, and facts with their seed."""
+    from kvferry.judging.tasks.facts import VERSION
+
+    kind, rest = split_spec(spec)
+    if kind == "facts":
+        count, _, tail = rest.partition(":")
+        return f"{VERSION}:{count}:{tail or seed}"
+    return f"{kind}:{Path(rest).name}"
 
 
 def board(folder: Path) -> Callable[[int, dict[str, float]], None]:
@@ -415,7 +457,7 @@ def _facts(ferry: Handoff, rest: str, options: dict[str, Any]) -> TuneData:
     from kvferry.fitting.train import TuneText
     from kvferry.fitting.tune_data import TuneData
     from kvferry.judging.choice_runs import asked_of
-    from kvferry.judging.tasks.facts import PEOPLE, VERSION, make_texts
+    from kvferry.judging.tasks.facts import HELD_OUT_SEED, PEOPLE, VERSION, make_texts
 
     count, _, tail = rest.partition(":")
     try:
@@ -433,5 +475,5 @@ def _facts(ferry: Handoff, rest: str, options: dict[str, Any]) -> TuneData:
             for text in make_texts("seen", number, seed=seed, questions=questions)
         )
 
-    held = made(options["held_out"], seed + FACTS_HELD_OUT_SEED, 16)
+    held = made(options["held_out"], seed + HELD_OUT_SEED, 16)
     return TuneData(f"{VERSION}:{texts}:{seed}", True, made(texts, seed, 3 * PEOPLE), held)
