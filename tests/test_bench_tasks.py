@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from kvferry.cli import app
 from kvferry.errors import BadInput
 from kvferry.judging.choice_runs import ARMS, summarise_choices, wrong_documents
 from kvferry.judging.tasks.choice_text import ChoiceText, Question
+from kvferry.judging.tasks.openstax import read_split
 from kvferry.judging.tasks.prompts import PASSAGE_CHARS, WHOLE, read_prompts, split_request
+from kvferry.maps.cache_map import CacheMap
 from kvferry.provenance import read_json, read_records
 from tests.benchmark_data import write_prompts, write_textbooks
 from tests.saved_pair import save_pair
@@ -182,3 +185,60 @@ def test_arms_can_be_added_and_own_answers_are_generated_once(root: Path, tmp_pa
     where = ["--map", str(root / "map"), "--data", str(root / "data"), "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["bench", "prompts", *where, "--arms", "magic"])
     assert isinstance(done.exception, BadInput)
+
+
+def test_an_arm_that_is_named_twice_is_asked_once(root: Path, tmp_path: Path) -> None:
+    found = prompts(root, tmp_path / "run", "--arms", "transfer,transfer")
+    assert found["maps"]["map"]["transfer"]["n"] == 4
+
+
+def test_own_answers_are_not_shared_between_precisions(root: Path, tmp_path: Path) -> None:
+    rounded = CacheMap.from_pretrained(root / "map")
+    side = rounded.config.receiver.model_copy(update={"cache": "fp8"})
+    rounded.config = rounded.config.model_copy(update={"receiver": side})
+    rounded.save_pretrained(tmp_path / "rounded")
+    more = ["--map", tmp_path / "rounded", "--arms", "receiver_native"]
+    prompts(root, tmp_path / "run", *more)
+    rows = read_records(tmp_path / "run" / "records.jsonl")
+    assert len(rows) == 8
+    assert not any(row["copied"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turns": "Write a poem"},
+        {"turns": [5]},
+        {"turns": ["half of a pair: \ud800"]},
+        {"question_id": 1},
+    ],
+)
+def test_prompts_that_are_none(root: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    shutil.copytree(root / "data", tmp_path / "data")
+    path = tmp_path / "data" / "mt_bench" / "mt_bench_question.jsonl"
+    rows = [json.loads(line) | change for line in path.read_text(encoding="utf-8").splitlines()]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(BadInput, match=r"question\.jsonl:[12]"):
+        read_prompts(tmp_path / "data", 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"module": [1]},
+        {"options": 5},
+        {"options": "abcd"},
+        {"question": 5},
+        {"question": ""},
+        {"answer": ["A"]},
+        {"id": "same"},
+        {"question": "Where \ud800?"},
+    ],
+)
+def test_review_questions_that_are_none(root: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    shutil.copytree(root / "data", tmp_path / "data")
+    path = tmp_path / "data" / "openstax_mcq" / "anatomy_physiology.jsonl"
+    rows = [json.loads(line) | change for line in path.read_text(encoding="utf-8").splitlines()]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(BadInput, match=r"physiology\.jsonl:\d+"):
+        read_split(tmp_path / "data", "test")

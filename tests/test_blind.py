@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli import app
-from kvferry.errors import BadInput
+from kvferry.errors import BadInput, CorruptFile
 from kvferry.judging.blind import (
     Pair,
     figures,
@@ -152,8 +152,12 @@ def test_marks_that_are_none(made: Path, tmp_path: Path, line: str) -> None:
 
 
 def test_a_fence_is_longer_than_any_in_an_answer(made: Path, tmp_path: Path) -> None:
-    row = {"map": "m", "prompt_id": "p7", "arm": "transfer", "text": "a\n~~~~\nb"}
-    add_record(made / "records.jsonl", row)
+    path = made / "records.jsonl"
+    rows = read_records(path)
+    path.unlink()
+    for row in rows:
+        mine = (row["prompt_id"], row["arm"]) == ("p7", "transfer")
+        add_record(path, row | {"text": "a\n~~~~\nb"} if mine else row)
     paths = write_sheet(read_pairs(made, *ARMS, seed=0), tmp_path / "sheet.md")
     assert "\n~~~~~text\na\n~~~~\nb\n~~~~~\n" in paths["sheet"].read_text("utf-8")
 
@@ -216,3 +220,61 @@ def test_what_the_verb_refuses(made: Path, arguments: list[str]) -> None:
 def test_a_run_of_another_kind_is_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "header.json", {"format": "kvferry-choices-1", "maps": {}})
     assert isinstance(invoke(tmp_path, "--sheet", tmp_path / "s.md").exception, BadInput)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{}", '{"map": "m", "prompt_id": "p7", "arm": "transfer", "text": "twice"}'],
+)
+def test_records_that_are_none_of_the_run(made: Path, tmp_path: Path, line: str) -> None:
+    with (made / "records.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write(line + "\n")
+    with pytest.raises(CorruptFile, match=r"records\.jsonl:17"):
+        read_pairs(made, *ARMS, seed=0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"maps": 3}, {"maps": {}}, {"prompts": [1]}, {"prompts": [{"id": "p1"}]}]
+)
+def test_a_run_s_header_that_is_none(made: Path, change: dict[str, Any]) -> None:
+    path = made / "header.json"
+    path.write_text(json.dumps(read_json(path) | change), encoding="utf-8")
+    with pytest.raises(CorruptFile, match=r"header\.json"):
+        read_pairs(made, *ARMS, seed=0)
+
+
+@pytest.mark.parametrize("pair", [[1], {"a": 1}, True, 1.0, "1"])
+def test_a_pair_that_is_no_number(made: Path, tmp_path: Path, pair: Any) -> None:
+    found = read_pairs(made, *ARMS, seed=0)
+    filled = tmp_path / "f.jsonl"
+    row = {"sheet": found.identity, "pair": pair, "better": "A"}
+    filled.write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(BadInput, match="no number"):
+        read_sheet(found, filled)
+
+
+def test_a_sheet_saved_with_a_mark_in_front_and_one_without_marks(
+    made: Path, tmp_path: Path
+) -> None:
+    found = read_pairs(made, *ARMS, seed=0)
+    paths = write_sheet(found, tmp_path / "sheet.md")
+    with pytest.raises(BadInput, match="none marked"):
+        read_sheet(found, paths["answers"])
+    row = {"sheet": found.identity, "pair": 1, "better": "A"}
+    paths["answers"].write_text("\ufeff" + json.dumps(row), encoding="utf-8")
+    assert len(read_sheet(found, paths["answers"])) == 1
+
+
+def test_a_sheet_never_goes_over_another_file(made: Path, tmp_path: Path) -> None:
+    found = read_pairs(made, *ARMS, seed=0)
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine", encoding="utf-8")
+    with pytest.raises(BadInput, match=r"notes\.md"):
+        write_sheet(found, notes)
+    assert [file.name for file in tmp_path.glob("notes*")] == ["notes.md"]
+    paths = write_sheet(found, tmp_path / "sheet.md")
+    paths["answers"].unlink()  # as after a kill before it was written
+    assert write_sheet(found, tmp_path / "sheet.md") == paths
+    paths["answers"].rename(tmp_path / "filled.jsonl")
+    with pytest.raises(BadInput, match=r"sheet\.(md|key)"):
+        write_sheet(read_pairs(made, *ARMS, seed=1), tmp_path / "sheet.md")

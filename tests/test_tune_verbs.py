@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvferry.cli import app
-from kvferry.errors import BadInput
+from kvferry.errors import BadInput, ContextTooLong, CorruptFile, OutOfSpace
 from kvferry.fitting.tune_data import read_rows
 from kvferry.judging.choice_runs import summarise_choices
 from kvferry.judging.tasks import facts
@@ -83,13 +84,17 @@ def test_a_corrector_from_each_kind_of_data(
 
 def test_a_mixture_with_the_source_s_own_answers(root: Path, tmp_path: Path) -> None:
     arguments = ["tune", root / "map", "--data", f"source:{root}/prose.jsonl=2"]
-    arguments += ["--data", f"text:{root}/prose.jsonl", "--out", tmp_path, *SHORT, *CUT]
-    arguments += ["--objective", "source_kl=0.5", "--objective", "answers"]
+    arguments += ["--data", f"text:{root}/prose.jsonl", "--out", tmp_path / "out", *SHORT]
+    arguments += [*CUT, "--objective", "source_kl=0.5", "--objective", "answers"]
     one = run(*arguments)
-    kept = (tmp_path / "source_answers.jsonl").read_text(encoding="utf-8")
+    answers = tmp_path / "out" / "source_answers" / "records.jsonl"
+    kept = answers.read_bytes()
     assert run(*arguments)["identity"] == one["identity"]
-    assert (tmp_path / "source_answers.jsonl").read_text(encoding="utf-8") == kept
-    tuned = CacheMap.from_pretrained(tmp_path / "map").config.tuned
+    assert answers.read_bytes() == kept
+    done = CliRunner().invoke(app, [*map(str, arguments), "--answer-tokens", "9"])
+    assert isinstance(done.exception, BadInput)  # these answers are of another length
+    assert "max_new_tokens" in done.exception.got
+    tuned = CacheMap.from_pretrained(tmp_path / "out" / "map").config.tuned
     assert tuned is not None
     assert tuned["scope"] == "mixed"
     assert set(tuned["data"].values()) == {2.0, 1.0}
@@ -167,6 +172,14 @@ def test_what_is_held_out_is_disjoint() -> None:
         ["--data", "facts:2", "--objective", "magic"],
         ["--data", "facts:2", "--layers", "0,x"],
         ["--data", "rows:missing.jsonl"],
+        ["--data", "facts:2", "--layers", "99"],
+        ["--data", "facts:2", "--layers=-1"],
+        ["--data", "facts:2", "--learning-rate", "inf"],
+        ["--data", "facts:2", "--learning-rate", "0"],
+        ["--data", "facts:2", "--clip", "0"],
+        ["--data", "facts:2", "--seed", str(10**30)],
+        ["--data", "facts:2", "--data", "facts:2"],
+        ["--data", "facts:2", "--objective", "answers", "--objective", "answers=2"],
     ],
 )
 def test_what_tune_refuses(root: Path, tmp_path: Path, arguments: list[str]) -> None:
@@ -186,6 +199,10 @@ def test_what_tune_refuses(root: Path, tmp_path: Path, arguments: list[str]) -> 
         '{"context": "a", "question": "b", "choices": ["c", "c"], "answer": 0}',
         '{"context": "a", "question": "b", "choices": ["c", "d"], "answer": 2}',
         '{"context": "a", "question": "b", "choices": ["c", "d"], "answer": "e"}',
+        '{"context": "a", "question": "b", "choices": ["c", "d"], "answer": -1}',
+        '{"context": "a", "question": "b", "choices": "cd", "answer": "c"}',
+        '{"context": "a", "question": "b\\ud800", "answer": "c"}',
+        "[" * 100_000,
     ],
 )
 def test_rows_that_are_none(tmp_path: Path, line: str) -> None:
@@ -237,3 +254,98 @@ def test_only_values_of_a_recital_are_targets(root: Path) -> None:
     cache = ferry.read(ferry.receiver, data.train[0].body).cache
     some, every = (answer_all(ferry.receiver, cache, [r]).logits for r in (row, whole))
     assert torch.allclose(some, every[row.scored], atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def tuned(root: Path) -> Path:
+    """A finished tuning, to be copied before it is damaged."""
+    run("tune", root / "map", "--data", "facts:2:7", "--out", root / "tuned", *SHORT)
+    return root / "tuned"
+
+
+def refused(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)]).exception
+
+
+@pytest.mark.parametrize("rank", [10**11, 10**22])
+def test_a_rank_beyond_memory(root: Path, tmp_path: Path, rank: int) -> None:
+    arguments = ["tune", root / "map", "--data", "facts:2", "--out", tmp_path, "--rank", rank]
+    assert isinstance(refused(*arguments), OutOfSpace)
+
+
+@pytest.mark.parametrize("field", ["question", "choices"])
+def test_rows_beyond_a_model_s_limit_are_refused_before_any_work(
+    root: Path, tmp_path: Path, field: str
+) -> None:
+    long = "why " * 2000
+    row = {"question": "q?", "choices": ["x", "y"], "answer": 0}
+    row |= {field: [long, "y"] if field == "choices" else long}
+    rows = [json.dumps({"context": f"c{place}", **row}) for place in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    data = ["--data", f"rows:{tmp_path}/rows.jsonl", "--out", tmp_path / "t"]
+    assert isinstance(refused("tune", root / "map", *data), ContextTooLong)
+    assert not (tmp_path / "t").exists()
+
+
+def test_going_on_takes_the_corrector_as_it_is(tuned: Path, tmp_path: Path) -> None:
+    shutil.copytree(tuned, tmp_path / "one")
+    own = tmp_path / "one" / "map"
+    more = ["--data", "facts:2:8", "--go-on", "--steps", 1, "--held-out", 2]
+    for said in (["--rank", 16], ["--kind", "trunk"], ["--gate"]):
+        error = refused("tune", own, *more, *said, "--out", tmp_path / "two")
+        assert isinstance(error, BadInput)
+        assert said[0] in error.got
+    before = (own / "map.json").read_bytes()
+    assert isinstance(refused("tune", own, *more, "--out", tmp_path / "one"), BadInput)
+    assert (own / "map.json").read_bytes() == before
+    run("tune", own, *more, "--out", tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", ["checkpoint.safetensors", "best.safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "another"])
+def test_a_damaged_checkpoint(
+    root: Path, tuned: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    arguments = ["tune", root / "map", "--data", "facts:2:7", "--out", tmp_path, *SHORT]
+    shutil.copytree(tuned, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "run" / name
+    whole = path.read_bytes()
+    if damage == "another":
+        path.write_bytes((tmp_path / "map" / "corrector.safetensors").read_bytes())
+    elif damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:1000] if damage == "cut" else b"")
+    if (damage, name) == ("gone", "checkpoint.safetensors"):
+        run(*arguments)  # begins anew, to the same result
+        assert path.read_bytes() == whole
+    else:
+        assert isinstance(refused(*arguments), CorruptFile)
+
+
+def test_questions_on_facts_that_were_tuned_on_are_refused(tuned: Path, tmp_path: Path) -> None:
+    asked = ["bench", "facts", "--map", tuned / "map", "-n", 2, "--out", tmp_path / "b"]
+    for seed in (7, 507):
+        error = refused(*asked, "--seed", seed)
+        assert isinstance(error, BadInput)
+        assert "tuned" in error.got
+    run(*asked, "--seed", 7, "--parts", "unseen_kinds")
+
+
+def test_what_cannot_be_compared_is_refused_before_any_work(root: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.", encoding="utf-8")
+    folder = tmp_path / "run"
+    assert isinstance(refused("compare", root / "map", "--out", folder), BadInput)
+    twin = tmp_path / "twin"
+    shutil.copytree(root / "map", twin)
+    two = ["compare", root / "map", twin, "-n", 2, "--out", folder]
+    assert isinstance(refused(*two, "--corpus", short), BadInput)
+    assert not folder.exists()
+
+
+def test_seeds_that_a_map_has_seen() -> None:
+    from kvferry.judging.choice_runs import seeds_used
+
+    names = ["facts-2:24:7", "facts-2:24:9:recited", "text:books.jsonl"]
+    assert seeds_used(names) == {7, 9, 507, 509}

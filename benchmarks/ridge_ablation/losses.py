@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvferry.errors import WrongPair
 from kvferry.fitting.corpus import wrong_documents
-from kvferry.fitting.fidelity import score_tail, tail_loss
+from kvferry.fitting.fidelity import NAMED, score_tail, tail_loss
 from kvferry.models.cache import (
     CanonicalCache,
     LayerKV,
@@ -99,7 +99,9 @@ def measure_losses(
         "machine": machine(),
     }
     with sole_writer(folder, "measurement"):
-        path = start_records(folder, header, same=("readings", "direction", "texts", "settings"))
+        path = start_records(
+            folder, header, same=("readings", "direction", "texts", "settings"), once=NAMED
+        )
         done = {(record["map"], record["doc_id"]) for record in read_records(path)}
         prefix = _prefix(receiver, readings)
         total = len(variants) * len(texts)

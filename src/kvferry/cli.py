@@ -84,7 +84,10 @@ def main() -> NoReturn:
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise
-        say(f"error: {error.strerror or error}: {error.filename or ''}")
+        say(f"error: {type(error).__name__}")
+        # What was renamed onto, where there is that: the other one is a temporary file's name.
+        say(f"  expected  to read or write {error.filename2 or error.filename or 'a file'}")
+        say(f"  got       {error.strerror or error}")
         say("  next      check the path, its rights and the room on the disk")
         sys.exit(2)
     sys.exit(0)

@@ -152,6 +152,24 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def parse_json(text: str) -> Any:
+    """JSON from people's files, which has to be text that can be written again.
+
+    Raises:
+        ValueError: not JSON, nested too deeply, or with half of a surrogate pair.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError("half of a surrogate pair, which is no text") from error
+    return value
+
+
 def read_object(path: Path, *keys: str) -> dict[str, Any]:
     """Read a JSON object that has to have some keys.
 
@@ -168,20 +186,31 @@ def read_object(path: Path, *keys: str) -> dict[str, Any]:
     return value
 
 
-def start_records(folder: Path, header: dict[str, Any], *, same: Sequence[str]) -> Path:
+def start_records(
+    folder: Path, header: dict[str, Any], *, same: Sequence[str], once: Sequence[str] = ()
+) -> Path:
     """Begin or go on with a folder of records: ``header.json`` and ``records.jsonl``.
 
     Args:
         same: keys of the header that an earlier start must agree on.
+        once: keys that together name a record, as for ``read_records``.
 
     Returns:
         the records' path; a line cut by a kill is gone from it.
 
     Raises:
         BadInput: the folder holds a run with other such values.
+        CorruptFile: records without a header, or that are none of such a run.
     """
     path, records = folder / "header.json", folder / "records.jsonl"
+    kept = read_records(records, once=once)
     if not path.exists():
+        if kept:
+            raise CorruptFile(
+                expected=f"{path} beside the records that it is the header of",
+                got="records alone, so nobody can say which run they belong to",
+                next_step="restore it, choose another --out, or remove that folder",
+            )
         write_json(path, header)
     else:
         known = read_object(path, *same)
@@ -192,7 +221,6 @@ def start_records(folder: Path, header: dict[str, Any], *, same: Sequence[str]) 
                 got=f"a run with other {', '.join(other)}",
                 next_step="choose another --out, or remove that folder",
             )
-    kept = read_records(records)
     write_text(records, "".join(map(_line, kept)))
     return records
 
@@ -207,18 +235,42 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records written so far; a line cut by a kill is left out."""
+def read_records(
+    path: Path, *, keys: Sequence[str] = (), once: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Records written so far; a line cut by a kill is left out.
+
+    Args:
+        keys: that each record has to have.
+        once: keys, likewise, that together name a record: no two agree in all of them.
+
+    Raises:
+        CorruptFile: a record without these keys, or one that is there twice.
+    """
     if not path.exists():
         return []
     rows = []
-    for line in path.read_bytes().splitlines():
+    seen: dict[str, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict):
-            rows.append(row)
+        if not isinstance(row, dict):
+            continue
+        absent = [key for key in (*once, *keys) if key not in row]
+        name = json.dumps([row.get(key) for key in once])
+        if absent or (once and name in seen):
+            wanted = ", ".join((*once, *keys))
+            raise CorruptFile(
+                expected=f"a record with {wanted}, each once, at {path}:{number}",
+                got=f"none of {', '.join(absent)}"
+                if absent
+                else f"that of line {seen[name]} again",
+                next_step="restore the file, or remove that line and run again",
+            )
+        seen[name] = number
+        rows.append(row)
     return rows
 
 

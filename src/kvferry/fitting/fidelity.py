@@ -37,6 +37,8 @@ from kvferry.provenance import (
 from kvferry.running.handoff import Handoff, Held
 from kvferry.terminal import progress
 
+NAMED = ("map", "doc_id")
+"""What names a record."""
 VARIANTS = (
     "receiver_native",
     "source_native",
@@ -116,7 +118,7 @@ def measure(
     partners = wrong_documents(len(texts), settings.seed)
     header = _header(handoffs, texts, settings, label, arguments)
     with sole_writer(folder, "measurement"):
-        path = start_records(folder, header, same=("settings", "maps", "texts"))
+        path = start_records(folder, header, same=("settings", "maps", "texts"), once=NAMED)
         _measure_all(handoffs, texts, partners, settings, path)
         summary = summarise(folder)
         write_json(folder / "summary.json", summary)
@@ -160,7 +162,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     from scipy import stats
 
     header = read_object(folder / "header.json", "settings", "label")
-    records = read_records(folder / "records.jsonl")
+    records = read_records(folder / "records.jsonl", keys=("nll",), once=NAMED)
     if not records:
         raise BadInput(
             expected=f"records in {folder}", got="none", next_step="run `kvferry measure` first"

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvferry.errors import BadInput, NotFinite, WrongPair
+from kvferry.errors import BadInput, CorruptFile, NotFinite, OutOfSpace, WrongPair
 from kvferry.fitting.objectives import OBJECTIVES, Batch
-from kvferry.maps.corrector import Corrector, CorrectorConfig
+from kvferry.maps.corrector import Corrector, CorrectorConfig, CorrectorShape
 from kvferry.maps.linear import cache_features
 from kvferry.provenance import atomic_path, sha256_text, sole_writer, sorted_json, write_json
 from kvferry.running.choices import Asked, answer_all, likeliest, match_attention, option_scores
@@ -110,7 +110,9 @@ def tune(
         NotFinite: the loss is NaN.
     """
     _require_sound(texts, held_out, settings)
-    _require_layers(ferry, settings)
+    require_layers(ferry, settings)
+    for text in (*texts, *held_out):
+        ferry.require_asked(int(text.body.numel()), text.asked)
     identity = _identity(ferry, texts, held_out, settings)
     with sole_writer(folder, "tuning"):
         run = _Run(ferry, texts, held_out, settings, folder, identity)
@@ -135,7 +137,7 @@ class _Run:
         self.identity = identity
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self.corrector = Corrector(settings.corrector, ferry.map.shape)
+            self.corrector = _made(settings.corrector, ferry.map.shape)
         self.start = ferry.map.corrector
         if self.start is not None:
             self.corrector.load_state_dict(self.start.state_dict())
@@ -163,11 +165,17 @@ class _Run:
                 self.step += 1
                 if self.step % settings.judge_every == 0 or self.step == settings.steps:
                     self._judge()
-                if self.step % settings.checkpoint_every == 0 or self.step == settings.steps:
+                if (
+                    self.step % settings.checkpoint_every == 0
+                    or self.step == settings.steps
+                    or self._patience_spent()
+                ):
                     self._save(self.folder / "checkpoint.safetensors")
                 self._watch()
                 advance(1, f"loss {self.last_loss:.2f}")
-        self._load(self.folder / "best.safetensors")
+        best = self._load(self.folder / "best.safetensors")
+        if best["identity"] != self.identity:
+            raise self._damaged(self.folder / "best.safetensors", "that of another run")
         self.corrector.requires_grad_(False)  # trained; from here on it only serves
         summary = {
             "identity": self.identity,
@@ -306,9 +314,25 @@ class _Run:
             )
 
     def _load(self, path: Path) -> dict[str, Any]:
-        with safe_open(path, framework="pt") as stream:
-            entry: dict[str, Any] = json.loads((stream.metadata() or {})["state"])
-            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        """Take up a file's state; one of another run is only looked at."""
+        try:
+            with safe_open(path, framework="pt") as stream:
+                entry: dict[str, Any] = json.loads((stream.metadata() or {})["state"])
+                tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+            if entry["identity"] == self.identity:
+                self._take(tensors)
+        except (OSError, SafetensorError, LookupError, ValueError, RuntimeError) as error:
+            raise self._damaged(path, f"{type(error).__name__}: {error}") from error
+        return entry
+
+    def _damaged(self, path: Path, got: str) -> CorruptFile:
+        return CorruptFile(
+            expected=f"what this tuning wrote to {path}",
+            got=got,
+            next_step=f"remove the folder {self.folder} and run again from the start",
+        )
+
+    def _take(self, tensors: dict[str, Tensor]) -> None:
         own = {k.removeprefix("corrector."): v for k, v in tensors.items() if k.startswith("corr")}
         self.corrector.load_state_dict(own)
         states: dict[int, dict[str, Tensor]] = {}
@@ -319,7 +343,6 @@ class _Run:
         if states:
             whole = self.optimiser.state_dict()
             self.optimiser.load_state_dict({**whole, "state": states})
-        return entry
 
     def _resume(self) -> None:
         path = self.folder / "checkpoint.safetensors"
@@ -335,6 +358,17 @@ class _Run:
         self.step, self.log = entry["step"], entry["log"]
         self.last_loss = math.nan if entry["loss"] is None else entry["loss"]
         say(f"going on from step {self.step}")
+
+
+def _made(config: CorrectorConfig, shape: CorrectorShape) -> Corrector:
+    try:
+        return Corrector(config, shape)
+    except (RuntimeError, TypeError) as error:  # torch's, for sizes beyond memory or 64 bits
+        raise OutOfSpace(
+            expected="memory for the corrector",
+            got=f"rank {config.rank}: {str(error).partition(chr(10))[0][:120]}",
+            next_step="choose a smaller --rank",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -410,6 +444,7 @@ def _require_sound(
             got=str(settings.objectives),
             next_step="e.g. --objective answers=1",
         )
+    _require_numbers(settings)
     if not texts or len(held_out) < 2:
         raise BadInput(
             expected="texts to train on and two or more held out (one is another's wrong document)",
@@ -425,14 +460,37 @@ def _require_sound(
         )
 
 
-def _require_layers(ferry: Handoff, settings: TuneSettings) -> None:
-    depth = ferry.map.receiver_geometry.depth
-    if beyond := [i for i in settings.match_layers or () if not 0 <= i < depth]:
+def _require_numbers(settings: TuneSettings) -> None:
+    for name, value in (("learning rate", settings.learning_rate), ("clip", settings.clip)):
+        if not 0.0 < value < math.inf:
+            raise BadInput(
+                expected=f"a {name} above zero",
+                got=str(value),
+                next_step="with this nothing would be learned; a large --clip cuts off nothing",
+            )
+    if not -(2**63) <= settings.seed < 2**63:
         raise BadInput(
-            expected=f"layers to match from 0 to {depth - 1}",
-            got=", ".join(map(str, beyond)),
-            next_step="choose among the receiver's layers",
+            expected="a seed of 64 bits", got=str(settings.seed), next_step="choose e.g. 0"
         )
+
+
+def require_layers(ferry: Handoff, settings: TuneSettings) -> None:
+    """Refuse layers that the receiver has not, and a corrector that is not the map's own.
+
+    Raises:
+        BadInput: see above.
+    """
+    depth = ferry.map.receiver_geometry.depth
+    for what, layers in (
+        ("match", settings.match_layers),
+        ("correct", settings.corrector.layers),
+    ):
+        if beyond := [i for i in layers or () if not 0 <= i < depth]:
+            raise BadInput(
+                expected=f"layers to {what} from 0 to {depth - 1}",
+                got=", ".join(map(str, beyond)),
+                next_step="choose among the receiver's layers",
+            )
     own = ferry.map.corrector
     if own is not None and own.config != settings.corrector:
         raise BadInput(

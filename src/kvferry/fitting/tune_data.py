@@ -7,7 +7,6 @@ settings)``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,14 @@ from torch import Tensor
 from kvferry.errors import BadInput
 from kvferry.fitting.corpus import Document, split_of
 from kvferry.fitting.train import TuneText
-from kvferry.provenance import add_record, read_records, sha256_text
+from kvferry.provenance import (
+    add_record,
+    parse_json,
+    read_records,
+    sha256_text,
+    sole_writer,
+    start_records,
+)
 from kvferry.running.choices import Asked
 from kvferry.running.decode import Sampling
 from kvferry.running.handoff import Handoff
@@ -156,7 +162,7 @@ def read_rows(path: Path) -> list[Row]:
         BadInput: a line that is not such a row, with its number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8").removeprefix("\ufeff").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(
             expected=f"a readable .jsonl file {path}", got=str(error), next_step="check the path"
@@ -180,10 +186,15 @@ def holds_rows(path: Path) -> bool:
 def _row(line: str, where: str) -> Row:
     problem = ""
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
         context, question = raw["context"], raw["question"]
-        choices, answer = tuple(raw.get("choices") or ()), raw.get("answer")
+        listed, answer = raw.get("choices") or [], raw.get("answer")
+        if not isinstance(listed, list):
+            raise TypeError(f"choices that are no list: {listed!r}")
+        choices = tuple(listed)
         if isinstance(answer, int) and not isinstance(answer, bool):
+            if not 0 <= answer < len(choices):
+                raise IndexError(f"answer {answer} of {len(choices)} choices, counted from 0")
             answer = choices[answer]
         texts = [context, question, *choices, *([] if answer is None else [answer])]
         if not all(isinstance(text, str) and text.strip() for text in texts):
@@ -261,10 +272,53 @@ def source_answers(
 
     Args:
         rows: what to ask; their answers are not looked at.
+        folder: gets ``source_answers/`` with ``header.json`` and ``records.jsonl``.
+
+    Raises:
+        BadInput: answers of another source or length are kept there.
+        ContextTooLong: a row is beyond a model's limit.
     """
-    path = folder / "source_answers.jsonl"
-    kept = {(r["text_id"], r["question"]): r["token_ids"] for r in read_records(path)}
-    sampling = Sampling(max_new_tokens)
+    for row in rows:
+        size = int(ferry.layout.context(row.context).numel())
+        more = int(ferry.layout.tail(row.question).numel()) + max_new_tokens
+        ferry.require_room(size, more)
+    header = {
+        "format": "kvferry-source-answers-1",
+        "source": {"revision": ferry.source.revision, "precision": str(ferry.source.precision)},
+        "layout": ferry.layout.identity,
+        "max_new_tokens": max_new_tokens,
+    }
+    folder = folder / "source_answers"
+    with sole_writer(folder, "answering"):
+        named = ("text_id", "question")
+        path = start_records(
+            folder, header, same=("source", "layout", "max_new_tokens"), once=named
+        )
+        kept = {
+            (r["text_id"], r["question"]): r["token_ids"]
+            for r in read_records(path, keys=("token_ids",), once=named)
+        }
+        _answer_all(ferry, rows, path, kept, Sampling(max_new_tokens))
+    texts: dict[str, list[Asked]] = {}
+    bodies = {}
+    for row in rows:
+        ids = kept[row.text_id, row.question]
+        if ids and split_of(row.text_id) == "fit":
+            bodies[row.text_id] = ferry.layout.context(row.context)
+            texts.setdefault(row.text_id, []).append(
+                Asked(ferry.layout.tail(row.question), (torch.tensor(ids),))
+            )
+    train = tuple(TuneText(i[:16], bodies[i], tuple(texts[i])) for i in sorted(texts))
+    return TuneData(name, True, train, ())
+
+
+def _answer_all(
+    ferry: Handoff,
+    rows: Sequence[Row],
+    path: Path,
+    kept: dict[tuple[str, str], list[int]],
+    sampling: Sampling,
+) -> None:
     with progress("source answers", total=len(rows), unit="answers") as advance:
         for row in rows:
             if (row.text_id, row.question) not in kept:
@@ -280,17 +334,6 @@ def source_answers(
                     },
                 )
             advance(1)
-    texts: dict[str, list[Asked]] = {}
-    bodies = {}
-    for row in rows:
-        ids = kept[row.text_id, row.question]
-        if ids and split_of(row.text_id) == "fit":
-            bodies[row.text_id] = ferry.layout.context(row.context)
-            texts.setdefault(row.text_id, []).append(
-                Asked(ferry.layout.tail(row.question), (torch.tensor(ids),))
-            )
-    train = tuple(TuneText(i[:16], bodies[i], tuple(texts[i])) for i in sorted(texts))
-    return TuneData(name, True, train, ())
 
 
 def prompts_for(documents: Sequence[Document], *, chars: int) -> list[Row]:

@@ -30,6 +30,9 @@ from kvferry.terminal import progress
 if TYPE_CHECKING:
     from kvferry.running.handoff import Handoff
 
+NAMED = ("map", "prompt_id", "arm")
+"""What names a record."""
+SAID = ("text", "token_ids", "cut", "ttft_ms")
 ARMS = ("transfer", "receiver_native", "source_native", "no_context", "wrong_document")
 
 
@@ -58,6 +61,11 @@ def run_answers(
             got=str(len(prompts)),
             next_step="ask for more",
         )
+    for ferry in ferries.values():  # before the first of many answers
+        sizes = [int(ferry.layout.context(prompt.context).numel()) for prompt in prompts]
+        for place, prompt in enumerate(prompts):
+            tail = int(ferry.layout.tail(prompt.question).numel())
+            ferry.require_room(max(sizes[place], sizes[place - 1]), tail + max_new_tokens)
     header = {
         "format": "kvferry-answers-1",
         "maps": {
@@ -76,8 +84,8 @@ def run_answers(
         "machine": machine(),
     }
     with sole_writer(folder, "run"):
-        path = start_records(folder, header, same=("maps", "prompts", "arguments"))
-        kept = read_records(path)
+        path = start_records(folder, header, same=("maps", "prompts", "arguments"), once=NAMED)
+        kept = read_records(path, keys=("own", *SAID), once=NAMED)
         done = {(r["map"], r["prompt_id"], r["arm"]) for r in kept}
         own = {r["own"]: r for r in kept if r["own"]}
         total = len(ferries) * len(prompts) * len(arms)
@@ -98,6 +106,7 @@ def run_answers(
                                 own[key] = row
                         about = {"map": name, "prompt_id": prompt.id, "arm": arm, "copied": copied}
                         add_record(path, row | about)
+                        done.add((name, prompt.id, arm))
                         advance(1)
         summary = summarise_answers(folder)
         write_json(folder / "summary.json", summary)
@@ -109,8 +118,11 @@ def _own(ferry: Handoff, prompt: Prompt, arm: str) -> str | None:
     if arm not in ("receiver_native", "source_native", "no_context"):
         return None
     model = ferry.source if arm == "source_native" else ferry.receiver
+    served = "" if model.precision.plain else f" {model.precision}"
     read = "" if arm == "no_context" else prompt.id
-    return sha256_text(f"{model.revision} {ferry.layout.identity} {read} / {prompt.question}")
+    return sha256_text(
+        f"{model.revision}{served} {ferry.layout.identity} {read} / {prompt.question}"
+    )
 
 
 def _answer(
@@ -139,7 +151,7 @@ def _answer(
 def summarise_answers(folder: Path) -> dict[str, Any]:
     """Counts by map and arm, from the records alone."""
     header = read_json(folder / "header.json")
-    records = read_records(folder / "records.jsonl")
+    records = read_records(folder / "records.jsonl", keys=SAID, once=NAMED)
     table: dict[str, dict[str, Any]] = {}
     for name in header["maps"]:
         table[name] = {}

@@ -18,16 +18,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
-from kvferry.errors import BadInput
+from kvferry.errors import BadInput, CorruptFile
+from kvferry.judging.answer_runs import NAMED
 from kvferry.judging.paired_stats import sign_test
 from kvferry.provenance import (
     add_record,
     code_version,
     machine,
-    read_json,
+    parse_json,
+    read_object,
     read_records,
     sha256_text,
     sole_writer,
+    sorted_json,
     start_records,
     write_json,
     write_text,
@@ -130,12 +133,18 @@ def read_pairs(run: Path, a: str, b: str, *, seed: int, map: str | None = None) 
     Raises:
         BadInput: no such run, map or arms, or no prompt with both answers.
     """
-    header = read_json(run / "header.json")
-    if not isinstance(header, dict) or header.get("format") != "kvferry-answers-1":
+    header = read_object(run / "header.json", "format")
+    if header["format"] != "kvferry-answers-1":
         raise BadInput(
             expected=f"a run of kvferry bench prompts in {run}",
-            got=str(header.get("format") if isinstance(header, dict) else type(header).__name__),
+            got=str(header["format"]),
             next_step="name the folder that was its --out",
+        )
+    if not _sound(header):
+        raise CorruptFile(
+            expected=f"maps, and prompts with id and request, in {run / 'header.json'}",
+            got="something else",
+            next_step="restore the file, or remove that folder and run kvferry bench prompts again",
         )
     names = list(header["maps"])
     chosen = map if map is not None else names[0]
@@ -146,7 +155,7 @@ def read_pairs(run: Path, a: str, b: str, *, seed: int, map: str | None = None) 
             next_step=f"say --map {names[0]!r}",
         )
     answers: dict[str, dict[str, str]] = {}
-    for row in read_records(run / "records.jsonl"):
+    for row in read_records(run / "records.jsonl", keys=("text",), once=NAMED):
         if row["map"] == chosen:
             answers.setdefault(row["arm"], {})[row["prompt_id"]] = row["text"]
     if a == b or a not in answers or b not in answers:
@@ -176,6 +185,16 @@ def read_pairs(run: Path, a: str, b: str, *, seed: int, map: str | None = None) 
     return Pairs((a, b), chosen, tuple(pairs), missing, seed)
 
 
+def _sound(header: dict[str, Any]) -> bool:
+    maps, prompts = header.get("maps"), header.get("prompts")
+    return (
+        isinstance(maps, dict)
+        and bool(maps)
+        and isinstance(prompts, list)
+        and all(isinstance(p, dict) and {"id", "request"} <= set(p) for p in prompts)
+    )
+
+
 def judge_pairs(judge: Judge, found: Pairs, folder: Path) -> dict[str, Any]:
     """Ask a model judge about every pair in both orders; resumes.
 
@@ -193,7 +212,7 @@ def judge_pairs(judge: Judge, found: Pairs, folder: Path) -> dict[str, Any]:
         "machine": machine(),
     }
     with sole_writer(folder, "judge"):
-        path = start_records(folder, header, same=("judge", "compared"))
+        path = start_records(folder, header, same=("judge", "compared"), once=("pair",))
         done = {row["pair"] for row in read_records(path)}
         with progress(
             "judged", total=len(found.pairs), unit="pairs", done=float(len(done))
@@ -208,7 +227,14 @@ def judge_pairs(judge: Judge, found: Pairs, folder: Path) -> dict[str, Any]:
                 row = {"pair": pair.number, "prompt_id": pair.prompt_id, "odds_first": odds}
                 add_record(path, row | {"verdict": verdict(pair, odds)})
                 advance(1)
-        rows = read_records(path)
+        rows = read_records(path, keys=("odds_first", "verdict"), once=("pair",))
+        known = {pair.number for pair in found.pairs}
+        if foreign := [row["pair"] for row in rows if row["pair"] not in known]:
+            raise CorruptFile(
+                expected=f"verdicts on pairs 1 to {len(known)} in {path}",
+                got=f"one on {foreign[0]}",
+                next_step="restore the file, or remove that line and run again",
+            )
         report = figures(found, {row["pair"]: row["verdict"] for row in rows})
         report |= _of_both_orders(found, rows) | {"judge": header["judge"]}
         write_json(folder / "report.json", report)
@@ -282,15 +308,9 @@ def write_sheet(found: Pairs, sheet: Path) -> dict[str, Path]:
         the three paths, by ``sheet``, ``answers`` and ``key``.
 
     Raises:
-        BadInput: there is a file to fill in already.
+        BadInput: there is a file to fill in already, or another sheet or key.
     """
     answers, key = sheet.with_suffix(".answers.jsonl"), sheet.with_suffix(".key.json")
-    if answers.exists():
-        raise BadInput(
-            expected=f"no file {answers} yet",
-            got="one that may be filled in",
-            next_step="choose another --sheet, or remove it",
-        )
     parts = [
         f"# Which answer is better?\n\nSheet {found.identity}, {len(found.pairs)} pairs.\n\n"
         "For each request, mark the answer that does more of what it asks for: right, to the "
@@ -303,11 +323,18 @@ def write_sheet(found: Pairs, sheet: Path) -> dict[str, Path]:
             f"Answer A:\n\n{_fenced(pair.first)}\n\nAnswer B:\n\n{_fenced(pair.second)}\n\n"
             "Better: [ ] A   [ ] B   [ ] neither\n"
         )
-    write_text(sheet, "\n".join(parts))
-    write_json(
-        key,
-        {"compared": found.about(), "pairs": [asdict(pair) for pair in found.pairs]},
-    )
+    shown = "\n".join(parts)
+    kept = sorted_json({"compared": found.about(), "pairs": [asdict(pair) for pair in found.pairs]})
+    # A kill between the files leaves the first ones: they are as they would be written now.
+    for path, text in ((sheet, shown), (key, kept), (answers, None)):
+        if path.exists() and (path.is_dir() or path.read_bytes() != (text or "").encode()):
+            raise BadInput(
+                expected=f"no file {path} yet",
+                got="one that may be filled in" if path == answers else "something else",
+                next_step="choose another --sheet, or remove it",
+            )
+    write_text(sheet, shown)
+    write_text(key, kept)
     blank = [{"sheet": found.identity, "pair": p.number, "better": ""} for p in found.pairs]
     write_text(answers, "".join(json.dumps(row) + "\n" for row in blank))
     return {"sheet": sheet, "answers": answers, "key": key}
@@ -327,7 +354,7 @@ def read_sheet(found: Pairs, filled: Path) -> dict[int, Verdict]:
             neither.
     """
     try:
-        lines = filled.read_text(encoding="utf-8").split("\n")
+        lines = filled.read_text(encoding="utf-8").removeprefix("\ufeff").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(
             expected=f"a readable file {filled}", got=str(error), next_step="check the path"
@@ -340,8 +367,10 @@ def read_sheet(found: Pairs, filled: Path) -> dict[int, Verdict]:
             continue
         problem = ""
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             sheet, place = row["sheet"], row["pair"]
+            if type(place) is not int:
+                raise TypeError(f"pair {place!r}, no number")
             better = str(row["better"]).strip().upper()
         except (ValueError, LookupError, TypeError) as error:
             sheet, place, better, problem = "", 0, "", f"{type(error).__name__}: {error}"
@@ -360,4 +389,10 @@ def read_sheet(found: Pairs, filled: Path) -> dict[int, Verdict]:
         marked.add(place)
         if better:
             verdicts[place] = pairs[place].of(better)
+    if not verdicts:
+        raise BadInput(
+            expected=f"a mark (A, B or neither) in {filled}",
+            got=f"{len(marked)} pairs, none marked",
+            next_step='write e.g. "better": "A" behind each pair that was judged',
+        )
     return verdicts

@@ -10,14 +10,14 @@ is judged by); the highest sum is recorded and counted beside it. One call:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import BadInput
 from kvferry.judging.paired_stats import paired, wilson
 from kvferry.judging.tasks.choice_text import ChoiceText
-from kvferry.judging.tasks.facts import CUE, PARTS, VERSION, make_texts
+from kvferry.judging.tasks.facts import CUE, HELD_OUT_SEED, PARTS, VERSION, make_texts
 from kvferry.judging.tasks.words import holds_phrase, stems
 from kvferry.provenance import (
     add_record,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvferry.running.choices import Asked
     from kvferry.running.handoff import Handoff
 
+NAMED = ("map", "part", "text_id")
+"""What names a record."""
 ARMS = ("source_native", "transfer", "receiver_native", "no_context", "wrong_document")
 
 
@@ -80,6 +82,7 @@ def run_choices(
     Raises:
         BadInput: fewer than two texts in a part, a text without a wrong document, or a folder of
             another run.
+        ContextTooLong: a text with a question is beyond a model's limit.
     """
     if short := [name for name, texts in parts.items() if len(texts) < 2]:
         raise BadInput(
@@ -88,6 +91,9 @@ def run_choices(
             next_step="ask for more texts",
         )
     others = {name: wrong_documents(texts) for name, texts in parts.items()}
+    for ferry in ferries.values():
+        for name, texts in parts.items():
+            _require_room(ferry, texts, others[name], cue)
     header = {
         "format": "kvferry-choices-1",
         "maps": {
@@ -106,7 +112,7 @@ def run_choices(
         "machine": machine(),
     }
     with sole_writer(folder, "run"):
-        path = start_records(folder, header, same=("maps", "texts", "arguments"))
+        path = start_records(folder, header, same=("maps", "texts", "arguments"), once=NAMED)
         done = {(r["map"], r["part"], r["text_id"]) for r in read_records(path)}
         total = len(ferries) * sum(map(len, parts.values()))
         with progress("questions", total=total, unit="texts", done=float(len(done))) as advance:
@@ -125,6 +131,16 @@ def run_choices(
     return summary
 
 
+def _require_room(
+    ferry: Handoff, texts: Sequence[ChoiceText], others: Sequence[int], cue: str
+) -> None:
+    """Every text, and its wrong document, with its questions, before any is read."""
+    sizes = [int(ferry.layout.context(text.context).numel()) for text in texts]
+    for place, text in enumerate(texts):
+        held = max(sizes[place], sizes[others[place]])
+        ferry.require_asked(held, asked_of(ferry, text, cue))
+
+
 def run_facts(
     ferries: dict[str, Handoff],
     folder: Path,
@@ -139,13 +155,34 @@ def run_facts(
         texts: of each part, 16 questions each.
         seed: of the texts; not one that was tuned on.
         parts: of ``PARTS``.
+
+    Raises:
+        BadInput: seen facts of a seed that a map was tuned or judged on while tuning.
     """
+    for name, ferry in ferries.items():
+        used = seeds_used((ferry.map.config.tuned or {}).get("data", {}))
+        if "seen" in parts and seed in used:
+            raise BadInput(
+                expected="facts of a seed that was not tuned on",
+                got=f"seed {seed}, on which {name} was tuned or judged while tuning",
+                next_step="choose another --seed",
+            )
     return run_choices(
         ferries,
         {part: make_texts(part, texts, seed=seed) for part in PARTS if part in parts},
         folder,
         arguments={"task": VERSION, "texts": texts, "seed": seed, "parts": list(parts)},
     )
+
+
+def seeds_used(data: Iterable[str]) -> set[int]:
+    """Seeds of seen facts that a tuning read.
+
+    Args:
+        data: names of its data, as a map's card has them.
+    """
+    trained = {int(name.split(":")[2]) for name in data if name.startswith(f"{VERSION}:")}
+    return trained | {seed + HELD_OUT_SEED for seed in trained}
 
 
 def run_questions(
@@ -241,7 +278,7 @@ def _one(
 def summarise_choices(folder: Path) -> dict[str, Any]:
     """Every figure from the records alone."""
     header = read_json(folder / "header.json")
-    records = read_records(folder / "records.jsonl")
+    records = read_records(folder / "records.jsonl", keys=("chosen", "right", "kinds"), once=NAMED)
     table: dict[str, dict[str, Any]] = {}
     for name in header["maps"]:
         table[name] = {}

@@ -7,11 +7,14 @@ Owns what is compared: right answers after the handoff (exact McNemar) and next-
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import BadInput
 from kvferry.judging.paired_stats import paired
 from kvferry.provenance import read_json, read_records
+
+if TYPE_CHECKING:
+    from kvferry.running.handoff import Handoff
 
 
 def compare_choices(folder: Path) -> dict[str, Any]:
@@ -86,19 +89,31 @@ def compare_losses(folder: Path) -> dict[str, Any]:
     return {"n": len(shared), "maps": rows}
 
 
+def require_comparable(ferries: dict[str, Handoff]) -> None:
+    """Refuse what can't be compared, before anything is asked.
+
+    Raises:
+        BadInput: fewer than two maps, or maps of several pairs.
+    """
+    pairs = [(ferry.source.revision, ferry.receiver.revision) for ferry in ferries.values()]
+    _require_two(list(ferries), pairs, "the command")
+
+
 def _names(maps: dict[str, Any], folder: Path) -> list[str]:
-    names = list(maps)
+    _require_two(list(maps), [(m["source"], m["receiver"]) for m in maps.values()], str(folder))
+    return list(maps)
+
+
+def _require_two(names: list[str], pairs: list[tuple[str, str]], where: str) -> None:
     if len(names) < 2:
         raise BadInput(
-            expected=f"two maps or more in {folder}",
+            expected=f"two maps or more in {where}",
             got=", ".join(names) or "none",
             next_step="give several maps, or --ridge to add each without its corrector",
         )
-    directions = {(each["source"], each["receiver"]) for each in maps.values()}
-    if len(directions) > 1:
+    if len(set(pairs)) > 1:
         raise BadInput(
             expected="maps of one source and receiver",
-            got=f"{len(directions)} pairs",
+            got=f"{len(set(pairs))} pairs",
             next_step="compare maps of one direction at a time",
         )
-    return names

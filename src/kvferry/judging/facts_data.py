@@ -13,6 +13,7 @@ from kvferry.fitting.train import TuneText
 from kvferry.fitting.tune_data import TuneData
 from kvferry.judging.choice_runs import asked_of
 from kvferry.judging.tasks.facts import (
+    HELD_OUT_SEED,
     PEOPLE,
     RECITE,
     VERSION,
@@ -23,9 +24,6 @@ from kvferry.judging.tasks.facts import (
 from kvferry.running.choices import Asked
 from kvferry.running.handoff import Handoff
 from kvferry.running.prompt import BoundLayout
-
-HELD_OUT_SEED = 500
-"""Added to a seed for the texts that are judged on while tuning; tests use others again."""
 
 
 def question_data(ferry: Handoff, texts: int, *, seed: int, held_out: int) -> TuneData:

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from kvferry.models.attention_probe import recorded_attention
 from kvferry.models.cache import cache_argument, entries, fork
 from kvferry.models.load import LoadedModel
-from kvferry.running.decode import score
+from kvferry.running.decode import nan_logits, score
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,8 @@ def option_scores(
         if short:
             rows = [asked[i].continuation for i in short]
             logits = answer_all(loaded, cache, rows).logits
+            if bool(torch.isnan(logits).any()):
+                raise nan_logits()
             for i, row in zip(short, logits.float().log_softmax(-1).cpu(), strict=True):
                 found[i] = list(row[torch.cat(asked[i].options)].split(1))
     for i, one in enumerate(asked):

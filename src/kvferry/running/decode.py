@@ -97,7 +97,7 @@ class _Clock(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.logits_at is None:
             if bool(torch.isnan(scores).any()):
-                raise _nan_logits()
+                raise nan_logits()
             self.logits_at = now(self.device)
         return scores
 
@@ -241,11 +241,12 @@ def score(
                 parts.append(found.gather(1, ids[1:, None])[:, 0])
             results.append(torch.cat(parts).cpu())
     if any(bool(torch.isnan(found).any()) for found in results):
-        raise _nan_logits()
+        raise nan_logits()
     return results
 
 
-def _nan_logits() -> NotFinite:
+def nan_logits() -> NotFinite:
+    """The error for logits that are no numbers."""
     return NotFinite(
         expected="finite logits",
         got="NaN after the question",

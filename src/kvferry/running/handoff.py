@@ -38,6 +38,7 @@ from kvferry.models.precision import Precision
 from kvferry.models.quantise import require_library
 from kvferry.provenance import sha256_text
 from kvferry.running import decode
+from kvferry.running.choices import Asked
 from kvferry.running.decode import Sampling
 from kvferry.running.prompt import MIN_PREFIX_TOKENS, BoundLayout, PromptLayout
 from kvferry.running.readings import Reading, Readings
@@ -605,6 +606,22 @@ class Handoff:
         """
         for loaded in (self.source, self.receiver):
             self._require_room(loaded, context_tokens, more_tokens)
+
+    def require_asked(self, context_tokens: int, asked: Sequence[Asked]) -> None:
+        """Refuse questions about a context that are beyond a model's limit or numbering.
+
+        Args:
+            context_tokens: of the context, without the prefix.
+            asked: each read behind it with the longest of its options.
+
+        Raises:
+            ContextTooLong: with both numbers.
+        """
+        for one in asked:
+            longest = max(int(option.numel()) for option in one.options)
+            self.require_room(context_tokens, int(one.tail.numel()) + longest)
+            for loaded in (self.source, self.receiver):
+                self._require_in_range(loaded, torch.cat((one.tail, *one.options)))
 
     def _require_room(self, loaded: LoadedModel, body_tokens: int, more_tokens: int) -> None:
         limit = self.geometries[id(loaded)].max_positions

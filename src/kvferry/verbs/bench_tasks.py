@@ -108,7 +108,7 @@ def prompts(
     from kvferry.terminal import print_json
     from kvferry.verbs.handoffs import load_handoffs
 
-    chosen = [arm.strip() for arm in arms.split(",")]
+    chosen = list(dict.fromkeys(arm.strip() for arm in arms.split(",")))
     if unknown := [arm for arm in chosen if arm not in ARMS]:
         raise BadInput(
             expected=f"arms among {', '.join(ARMS)}",

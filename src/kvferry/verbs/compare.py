@@ -54,7 +54,7 @@ def compare(
     from kvferry.fitting.corpus import read_corpus
     from kvferry.fitting.fidelity import FidelitySettings, measure, pick
     from kvferry.judging.choice_runs import run_facts
-    from kvferry.judging.compare import compare_choices, compare_losses
+    from kvferry.judging.compare import compare_choices, compare_losses, require_comparable
     from kvferry.terminal import print_json
     from kvferry.verbs.handoffs import load_handoffs
 
@@ -70,11 +70,13 @@ def compare(
         ridge=ridge,
         keep=3 * documents,
     )
+    require_comparable(ferries)
+    texts, settings = [], FidelitySettings()
+    if prose is not None:
+        texts = pick(next(iter(ferries.values())), prose.documents, documents, settings)
     run_facts(ferries, out / "facts", texts=n, seed=seed)
     found: dict[str, Any] = {"facts": compare_choices(out / "facts")}
     if prose is not None:
-        settings = FidelitySettings()
-        texts = pick(next(iter(ferries.values())), prose.documents, documents, settings)
         label = ", ".join(Path(spec).name for spec in corpus or [])
         arguments = {"n": documents, "section_chars": section_chars}
         measure(ferries, texts, settings, out / "prose", label=label, arguments=arguments)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.errors import BadInput
+from kvferry.errors import BadInput, CorruptFile
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def recipe(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")] = False,
 ) -> None:
     """Run a recipe's steps one after the other; stops at the first that fails."""
-    from kvferry.provenance import read_json, sha256_text, sole_writer, write_json
+    from kvferry.provenance import sha256_text, sole_writer, write_json
     from kvferry.terminal import say
 
     plan = read_recipe(file)
@@ -45,7 +45,7 @@ def recipe(
         return
     state = work / "recipe.json"
     with sole_writer(work, "recipe"):
-        done: list[str] = read_json(state)["done"] if state.exists() else []
+        done = finished(state)
         for number, step in enumerate(steps, start=1):
             name = sha256_text(shlex.join(step))
             if name in done:
@@ -54,10 +54,31 @@ def recipe(
             say(f"step {number} of {len(steps)}: kvferry {shlex.join(step)}")
             code = subprocess.run([sys.executable, "-m", "kvferry.cli", *step], check=False)
             if code.returncode:
-                say(f"step {number} ended with code {code.returncode}; mend it and run this again")
-                raise typer.Exit(code.returncode)
+                ended = code.returncode if code.returncode > 0 else 128 - code.returncode
+                say(f"step {number} ended with code {ended}; mend it and run this again")
+                raise typer.Exit(ended)
             done.append(name)
             write_json(state, {"recipe": file.name, "done": done})
+
+
+def finished(state: Path) -> list[str]:
+    """Hashes of the steps that are done.
+
+    Raises:
+        CorruptFile: a state that is none.
+    """
+    from kvferry.provenance import read_object
+
+    if not state.exists():
+        return []
+    done = read_object(state, "done")["done"]
+    if not isinstance(done, list):
+        raise CorruptFile(
+            expected=f"a list of finished steps in {state}",
+            got=type(done).__name__,
+            next_step="remove it; steps that are done go by quickly, as each resumes",
+        )
+    return [str(name) for name in done]
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
@@ -70,7 +91,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
 
     try:
         plan = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise BadInput(
             expected=f"a readable recipe {file}",
             got=str(error).splitlines()[0],
@@ -81,12 +102,13 @@ def read_recipe(file: Path) -> dict[str, Any]:
         and set(plan) == {"about", "needs", "steps"}
         and isinstance(plan["needs"], dict)
         and isinstance(plan["steps"], list)
-        and all(isinstance(step, str) for step in plan["steps"])
+        and bool(plan["steps"])
+        and all(isinstance(step, str) and step.strip() for step in plan["steps"])
     )
     if not sound:
         raise BadInput(
             expected=f"about, needs (name: what) and steps (a list of commands) in {file}",
-            got=", ".join(plan) if isinstance(plan, dict) else type(plan).__name__,
+            got=", ".join(map(str, plan)) if isinstance(plan, dict) else type(plan).__name__,
             next_step="look at the files in recipes/",
         )
     return dict(plan)
@@ -97,9 +119,11 @@ def named(given: list[str]) -> dict[str, str]:
     pairs = {}
     for text in given:
         name, mark, path = text.partition("=")
-        if not mark or not name or not path:
+        if not mark or not name or not path or name in pairs:
             raise BadInput(
-                expected="--with NAME=PATH", got=text, next_step="e.g. --with books=texts/"
+                expected="--with NAME=PATH, each name once",
+                got=text,
+                next_step="e.g. --with books=texts/",
             )
         pairs[name] = path
     return pairs
@@ -116,14 +140,36 @@ def filled(plan: dict[str, Any], values: dict[str, str], file: Path) -> list[lis
         raise BadInput(
             expected=f"everything that {file.name} needs", got="less", next_step=f"add {wanted}"
         )
+    if extra := sorted(set(values) - set(plan["needs"]) - {"work"}):
+        wanted = ", ".join(map(str, plan["needs"])) or "nothing"
+        raise BadInput(
+            expected=f"only what {file.name} needs: {wanted}",
+            got=", ".join(extra),
+            next_step="leave it out, or write the name as the recipe does",
+        )
     steps = []
     for step in plan["steps"]:
-        known = {name for _, name, _, _ in string.Formatter().parse(step) if name}
+        try:
+            fields = list(string.Formatter().parse(step))
+            parts = shlex.split(step)
+        except ValueError as error:
+            raise _not_a_step(step, file) from error
+        if any(spec or conversion for _, _, spec, conversion in fields):
+            raise _not_a_step(step, file)
+        known = {name for _, name, _, _ in fields if name is not None}
         if unknown := known - set(values):
             raise BadInput(
                 expected=f"only names from needs in {file.name}",
-                got=", ".join(sorted(unknown)),
+                got=", ".join(sorted(f"{{{name}}}" for name in unknown)),
                 next_step="add them to needs",
             )
-        steps.append([part.format(**values) for part in shlex.split(step)])
+        steps.append([part.format(**values) for part in parts])
     return steps
+
+
+def _not_a_step(step: str, file: Path) -> BadInput:
+    return BadInput(
+        expected=f"steps with {{name}} and closed quotes in {file.name}",
+        got=step,
+        next_step="mend that line; a brace that is meant is written twice",
+    )

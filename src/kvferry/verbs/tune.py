@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def tune(
+    context: typer.Context,
     map: Annotated[Path, typer.Argument(help="Map folder.")],
     data: Annotated[
         list[str],
@@ -167,7 +168,7 @@ def tune(
 ) -> None:
     """Train a residual beside the ridge and write a map that carries it. Judged while it runs by
     accuracy on held-out texts beside the wrong document's; a stopped run resumes."""
-    from kvferry.fitting.train import TuneSettings
+    from kvferry.fitting.train import TuneSettings, require_layers
     from kvferry.fitting.train import tune as run
     from kvferry.maps.cache_map import CacheMap
     from kvferry.maps.corrector import KINDS, CorrectorConfig
@@ -185,8 +186,27 @@ def tune(
     specs = [weighted(spec) for spec in data]
     for spec, _ in specs:
         split_spec(spec)
+    asked_for = [weighted(o) for o in objective or ["answers"]]
+    for what, names in (
+        ("objective", [name for name, _ in asked_for]),
+        ("source of data", [named_data(spec, seed) for spec, _ in specs]),
+    ):
+        if len(set(names)) < len(names):
+            raise BadInput(
+                expected=f"each {what} once, by a name of its own",
+                got=", ".join(names),
+                next_step="add up the weights, or rename a file, so that the card can tell them",
+            )
+    if (out / "map").resolve() == map.resolve():
+        raise BadInput(
+            expected="an --out whose map isn't the one that is tuned",
+            got=str(out),
+            next_step="choose another --out; the tuned map is written to OUT/map",
+        )
     cache_map = CacheMap.from_pretrained(map)
     _require_start(cache_map, go_on)
+    if go_on:
+        _require_own_settings(context)
     own = cache_map.corrector
     settings = TuneSettings(
         corrector=own.config
@@ -199,7 +219,7 @@ def tune(
             layers=parse_layers(layers),
             gate=gate,
         ),
-        objectives=dict(weighted(o) for o in objective or ["answers"]),
+        objectives=dict(asked_for),
         steps=steps,
         batch=batch,
         accumulate=accumulate,
@@ -225,6 +245,7 @@ def tune(
         device=device,
         readings=Readings(keep_readings),
     )
+    require_layers(ferry, settings)
     options = {
         "seed": seed,
         "held_out": held_out,
@@ -290,6 +311,30 @@ def _require_start(cache_map: CacheMap, go_on: bool) -> None:
             got="one without",
             next_step="leave --go-on out",
         )
+
+
+def _require_own_settings(context: typer.Context) -> None:
+    """A corrector that is gone on from stays what it is."""
+    names = ("kind", "rank", "gate", "place", "layers")
+    sources = {name: context.get_parameter_source(name) for name in names}
+    said = [n for n, where in sources.items() if where and where.name == "COMMANDLINE"]
+    if said:
+        raise BadInput(
+            expected="--go-on with the corrector that the map has",
+            got=", ".join(f"--{name}" for name in said),
+            next_step="leave these out, or tune the map it was tuned from",
+        )
+
+
+def named_data(spec: str, seed: int) -> str:
+    """What a spec is called in the map's card: no path, and facts with their seed."""
+    from kvferry.judging.tasks.facts import VERSION
+
+    kind, rest = split_spec(spec)
+    if kind in ("facts", "recite"):
+        count, _, tail = rest.partition(":")
+        return f"{VERSION}:{count}:{tail or seed}" + (":recited" if kind == "recite" else "")
+    return f"{kind}:{Path(rest).name}"
 
 
 def board(folder: Path) -> Callable[[int, dict[str, float]], None]:

@@ -28,6 +28,8 @@ from kvferry.judging.tasks.facts_words import (
 VERSION = "facts-2"
 PEOPLE = 8
 CUE = "The answer is"
+HELD_OUT_SEED = 500
+"""Added to a data seed for the facts that are judged on while tuning; tests use others again."""
 
 Part = Literal["seen", "unseen_phrasing", "unseen_kinds"]
 PARTS: tuple[Part, ...] = ("seen", "unseen_phrasing", "unseen_kinds")

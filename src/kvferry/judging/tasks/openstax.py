@@ -22,7 +22,6 @@ is counted. One call: ``read_split(folder, "test", count=characters)``.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
@@ -34,6 +33,7 @@ from typing import Any, Literal
 from kvferry.errors import BadInput
 from kvferry.judging.tasks.choice_text import ChoiceText, Question
 from kvferry.judging.tasks.words import content_stems, holds_phrase, shingles, stems, words
+from kvferry.provenance import parse_json
 
 VERSION = "openstax-1"
 TUNE_BOOK, HALVED_BOOK = "biology", "anatomy_physiology"
@@ -247,6 +247,7 @@ def _joined(
     rows: list[ReviewQuestion] = []
     left: Counter[str] = Counter()
     asked = 0
+    seen: set[str] = set()
     for name, sections in books:
         pieces: dict[str, list[_Piece]] = {}
         for where, raw in _lines(folder / "openstax_mcq" / f"{name}.jsonl"):
@@ -254,6 +255,14 @@ def _joined(
             if not all(field in raw for field in fields):
                 raise _damaged(where, f"fields {sorted(raw)}")
             module = raw["module"]
+            texts = (module, raw["question"], raw["answer"])
+            if not all(isinstance(text, str) for text in texts) or not raw["question"].strip():
+                raise _damaged(where, "a module, question or answer that is no text")
+            if not isinstance(raw["options"], list):
+                raise _damaged(where, "options that are no list")
+            if str(raw["id"]) in seen:
+                raise _damaged(where, f"id {raw['id']} again")
+            seen.add(str(raw["id"]))
             if module not in sections:
                 continue
             asked += 1
@@ -377,6 +386,8 @@ def _book(folder: Path, name: str) -> dict[str, str]:
     for where, raw in _lines(folder / "openstax_prose" / f"{name}.jsonl"):
         if not isinstance(raw.get("text"), str) or not isinstance(raw.get("module"), str):
             raise _damaged(where, f"fields {sorted(raw)}")
+        if raw["module"] in book:
+            raise _damaged(where, f"module {raw['module']} again")
         book[raw["module"]] = raw["text"]
     return book
 
@@ -395,7 +406,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         where = f"{path}:{number}"
         try:
-            raw = json.loads(line)
+            raw = parse_json(line)
         except ValueError as error:
             raise _damaged(where, str(error)) from error
         if not isinstance(raw, dict):

@@ -15,7 +15,6 @@ One call: ``read_prompts(folder, 40)``.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from typing import Any
 
 from kvferry.errors import BadInput
 from kvferry.judging.tasks.words import words
+from kvferry.provenance import parse_json
 
 VERSION = "prompts-1"
 FILES = {"mt_bench": "mt_bench_question.jsonl", "vicuna": "vicuna_bench_question.jsonl"}
@@ -105,13 +105,20 @@ def _read(path: Path, name: str) -> Iterator[Prompt]:
             got=str(error),
             next_step="give --data FOLDER that holds mt_bench",
         ) from error
+    seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            raw = json.loads(line)
-            text, category = str(raw["turns"][0]).strip(), str(raw["category"])
+            raw = parse_json(line)
+            turns, category = raw["turns"], str(raw["category"])
+            if not isinstance(turns, list) or not isinstance(turns[0], str):
+                raise TypeError("turns that are no list of texts")
+            text = turns[0].strip()
             prompt_id = f"{name}/{raw['question_id']}"
+            if prompt_id in seen:
+                raise ValueError(f"question_id {raw['question_id']} again")
+            seen.add(prompt_id)
         except (ValueError, LookupError, TypeError) as error:
             raise BadInput(
                 expected=f"a prompt with question_id, category and turns at {path}:{number}",
