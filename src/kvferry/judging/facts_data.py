@@ -7,10 +7,8 @@ tokens as questions. One call: ``question_data(ferry, 100, seed=0, held_out=8)``
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from kvferry.fitting.train import TuneText
-from kvferry.fitting.tune_data import TuneData
 from kvferry.judging.choice_runs import asked_of
 from kvferry.judging.tasks.facts import (
     HELD_OUT_SEED,
@@ -21,13 +19,18 @@ from kvferry.judging.tasks.facts import (
     make_recitals,
     make_texts,
 )
-from kvferry.running.choices import Asked
-from kvferry.running.handoff import Handoff
-from kvferry.running.prompt import BoundLayout
+
+if TYPE_CHECKING:
+    from kvferry.fitting.train import TuneText
+    from kvferry.fitting.tune_data import TuneData
+    from kvferry.running.handoff import Handoff
+    from kvferry.running.prompt import BoundLayout
 
 
 def question_data(ferry: Handoff, texts: int, *, seed: int, held_out: int) -> TuneData:
     """Every fact of the seen texts asked for, each in one drawn way."""
+    from kvferry.fitting.tune_data import TuneData
+
     return TuneData(
         f"{VERSION}:{texts}:{seed}",
         True,
@@ -38,12 +41,19 @@ def question_data(ferry: Handoff, texts: int, *, seed: int, held_out: int) -> Tu
 
 def recital_data(ferry: Handoff, texts: int, *, seed: int) -> TuneData:
     """The same texts, each said in other words; nothing to judge on."""
+    from kvferry.fitting.tune_data import TuneData
+
     said = tuple(recited(ferry.layout, one) for one in make_recitals(texts, seed=seed))
     return TuneData(f"{VERSION}:{texts}:{seed}:recited", True, said, ())
 
 
 def recited(layout: BoundLayout, recital: Recital) -> TuneText:
     """One continuation with every statement; its values are the targets."""
+    import torch
+
+    from kvferry.fitting.train import TuneText
+    from kvferry.running.choices import Asked
+
     pieces, scored = [], []
     for statement in recital.statements:
         for text, counts in (
@@ -59,6 +69,8 @@ def recited(layout: BoundLayout, recital: Recital) -> TuneText:
 
 
 def _texts(ferry: Handoff, count: int, seed: int, questions: int) -> tuple[TuneText, ...]:
+    from kvferry.fitting.train import TuneText
+
     return tuple(
         TuneText(text.text_id, ferry.layout.context(text.context), asked_of(ferry, text))
         for text in make_texts("seen", count, seed=seed, questions=questions)
