@@ -7,6 +7,7 @@ Owns exit codes: 0 done, 2 bad input (no traceback), 3 ``check`` says unsupporte
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 from importlib import import_module
@@ -15,7 +16,8 @@ from typing import NoReturn
 import typer
 
 from kvferry import __version__
-from kvferry.errors import KvferryError
+from kvferry.errors import BadInput, KvferryError
+from kvferry.provenance import MATMUL_VARIABLE, MATMULS
 from kvferry.terminal import say
 
 VERBS = (
@@ -54,8 +56,22 @@ def _root(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
     ),
+    matmul: str = typer.Option(
+        MATMULS[0],
+        "--matmul",
+        envvar=MATMUL_VARIABLE,
+        help="What float32 products on the CPU round their factors to: float32 (not at all) or "
+        "bfloat16, several times faster on processors with bf16 tiles. Kept in records.",
+    ),
 ) -> None:
     """One language model reads, another answers."""
+    if matmul not in MATMULS:
+        raise BadInput(
+            expected=f"--matmul to be one of {', '.join(MATMULS)}",
+            got=matmul,
+            next_step="leave it out for float32",
+        )
+    os.environ[MATMUL_VARIABLE] = matmul
 
 
 for _verb in VERBS:

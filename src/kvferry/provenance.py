@@ -22,6 +22,10 @@ from typing import Any
 
 from kvferry.errors import BadInput, CorruptFile, OutOfSpace
 
+MATMUL_VARIABLE = "KVFERRY_MATMUL"
+"""Holds how float32 products on the CPU are computed, for every process of a command."""
+MATMULS = ("float32", "bfloat16")
+
 _CHUNK_BYTES = 1 << 22
 
 
@@ -316,5 +320,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
+        "matmul": os.environ.get(MATMUL_VARIABLE, MATMULS[0]),
         "versions": versions,
     }

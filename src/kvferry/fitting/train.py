@@ -27,7 +27,15 @@ from kvferry.errors import BadInput, CorruptFile, NotFinite, OutOfSpace, WrongPa
 from kvferry.fitting.objectives import OBJECTIVES, Batch
 from kvferry.maps.corrector import Corrector, CorrectorConfig, CorrectorShape
 from kvferry.maps.linear import cache_features
-from kvferry.provenance import atomic_path, sha256_text, sole_writer, sorted_json, write_json
+from kvferry.provenance import (
+    atomic_path,
+    code_version,
+    machine,
+    sha256_text,
+    sole_writer,
+    sorted_json,
+    write_json,
+)
 from kvferry.running.choices import Asked, answer_all, likeliest, match_attention, option_scores
 from kvferry.running.handoff import Handoff
 from kvferry.terminal import progress, say
@@ -183,6 +191,8 @@ class _Run:
             "log": self.log,
             "best": max(self.log, key=lambda row: (*_rank(row), -row["step"])),
             "parameters": self.corrector.parameter_count,
+            "code": code_version(),
+            "machine": machine(),
         }
         write_json(self.folder / "tune.json", summary)
         return summary
