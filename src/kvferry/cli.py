@@ -16,8 +16,9 @@ from typing import NoReturn
 import typer
 
 from kvferry import __version__
-from kvferry.errors import BadInput, KvferryError
+from kvferry.errors import KvferryError
 from kvferry.provenance import MATMUL_VARIABLE, MATMULS
+from kvferry.provenance import matmul as require_matmul
 from kvferry.terminal import say
 
 VERBS = (
@@ -61,17 +62,12 @@ def _root(
         "--matmul",
         envvar=MATMUL_VARIABLE,
         help="What float32 products on the CPU round their factors to: float32 (not at all) or "
-        "bfloat16, several times faster on processors with bf16 tiles. Kept in records.",
+        "bfloat16, faster on processors with bf16 tiles. Kept in records.",
     ),
 ) -> None:
     """One language model reads, another answers."""
-    if matmul not in MATMULS:
-        raise BadInput(
-            expected=f"--matmul to be one of {', '.join(MATMULS)}",
-            got=matmul,
-            next_step="leave it out for float32",
-        )
     os.environ[MATMUL_VARIABLE] = matmul
+    require_matmul()
 
 
 for _verb in VERBS:

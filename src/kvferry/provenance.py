@@ -304,6 +304,22 @@ def code_version() -> dict[str, Any]:
     }
 
 
+def matmul() -> str:
+    """What float32 products on the CPU round their factors to, as ``KVFERRY_MATMUL`` asks.
+
+    Raises:
+        BadInput: none of ``MATMULS``.
+    """
+    asked = os.environ.get(MATMUL_VARIABLE, MATMULS[0])
+    if asked not in MATMULS:
+        raise BadInput(
+            expected=f"--matmul or {MATMUL_VARIABLE} to be one of {', '.join(MATMULS)}",
+            got=asked,
+            next_step="leave it out for float32",
+        )
+    return asked
+
+
 def machine() -> dict[str, Any]:
     """Processor, cores, memory and library versions, for a record's header."""
     import psutil
@@ -320,6 +336,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "matmul": os.environ.get(MATMUL_VARIABLE, MATMULS[0]),
+        "matmul": matmul(),
         "versions": versions,
     }

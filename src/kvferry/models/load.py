@@ -7,7 +7,6 @@ Weights come frozen and in eval mode. One call: ``load_model("qwen2.5-coder-0.5b
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from kvferry.models.locate import folder_path
 from kvferry.models.locate import locate as locate
 from kvferry.models.precision import FLOATS, Precision
 from kvferry.models.quantise import import_quietly, quantise, require_library
-from kvferry.provenance import MATMUL_VARIABLE, MATMULS
+from kvferry.provenance import matmul
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -157,7 +156,8 @@ def load_model(
     model = _read_weights(folder.path, kind, attn_implementation).to(place)
     model.eval()
     model.requires_grad_(False)
-    _set_matmul()
+    if place.type == "cpu":
+        _set_matmul()
     if weights is not None:
         quantise(model, weights)
     return LoadedModel(model, tokenizer, folder, kind, place, weights, held)
@@ -165,8 +165,7 @@ def load_model(
 
 def _set_matmul() -> None:
     """Round factors of float32 products as the command line or the environment asks."""
-    asked = os.environ.get(MATMUL_VARIABLE, MATMULS[0])
-    torch.set_float32_matmul_precision("medium" if asked == "bfloat16" else "highest")
+    torch.set_float32_matmul_precision("medium" if matmul() == "bfloat16" else "highest")
 
 
 def _compute_dtype(dtype: str, weights: str | None) -> str:
