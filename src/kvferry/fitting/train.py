@@ -123,9 +123,7 @@ def tune(
         ferry.require_asked(int(text.body.numel()), text.asked)
     identity = _identity(ferry, texts, held_out, settings)
     with sole_writer(folder, "tuning"):
-        run = _Run(ferry, texts, held_out, settings, folder, identity)
-        run.watch = watch
-        return run.go()
+        return _Run(ferry, texts, held_out, settings, folder, identity, watch).go()
 
 
 class _Run:
@@ -139,8 +137,10 @@ class _Run:
         settings: TuneSettings,
         folder: Path,
         identity: str,
+        watch: Watch | None,
     ) -> None:
         self.ferry, self.settings, self.folder = ferry, settings, folder
+        self.watch = watch
         self.texts, self.held_out = list(texts), list(held_out)
         self.identity = identity
         with torch.random.fork_rng(devices=[]):
@@ -299,7 +299,6 @@ class _Run:
         return all(_rank(row) <= best for row in self.log[-patience:])
 
     last_loss = math.nan
-    watch: Watch | None = None
 
     def _save(self, path: Path, *, optimiser: bool = True) -> None:
         tensors = {f"corrector.{k}": v for k, v in self.corrector.state_dict().items()}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.errors import BadInput
 from kvferry.judging.paired_stats import paired, wilson
 from kvferry.judging.tasks.choice_text import ChoiceText
-from kvferry.judging.tasks.facts import CUE, HELD_OUT_SEED, PARTS, VERSION, make_texts
+from kvferry.judging.tasks.facts import CUE, HELD_OUT_SEED, PARTS, VERSION, make_texts, seed_of
 from kvferry.judging.tasks.words import holds_phrase, stems
 from kvferry.provenance import (
     add_record,
@@ -181,7 +181,7 @@ def seeds_used(data: Iterable[str]) -> set[int]:
     Args:
         data: names of its data, as a map's card has them.
     """
-    trained = {int(name.split(":")[2]) for name in data if name.startswith(f"{VERSION}:")}
+    trained = {seed for name in data if (seed := seed_of(name)) is not None}
     return trained | {seed + HELD_OUT_SEED for seed in trained}
 
 

@@ -14,8 +14,8 @@ from kvferry.judging.tasks.facts import (
     HELD_OUT_SEED,
     PEOPLE,
     RECITE,
-    VERSION,
     Recital,
+    data_name,
     make_recitals,
     make_texts,
 )
@@ -32,7 +32,7 @@ def question_data(ferry: Handoff, texts: int, *, seed: int, held_out: int) -> Tu
     from kvferry.fitting.tune_data import TuneData
 
     return TuneData(
-        f"{VERSION}:{texts}:{seed}",
+        data_name(texts, seed),
         True,
         _texts(ferry, texts, seed, 3 * PEOPLE),
         _texts(ferry, held_out, seed + HELD_OUT_SEED, 16),
@@ -44,7 +44,7 @@ def recital_data(ferry: Handoff, texts: int, *, seed: int) -> TuneData:
     from kvferry.fitting.tune_data import TuneData
 
     said = tuple(recited(ferry.layout, one) for one in make_recitals(texts, seed=seed))
-    return TuneData(f"{VERSION}:{texts}:{seed}:recited", True, said, ())
+    return TuneData(data_name(texts, seed, recited=True), True, said, ())
 
 
 def recited(layout: BoundLayout, recital: Recital) -> TuneText:

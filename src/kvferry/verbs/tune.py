@@ -328,13 +328,29 @@ def _require_own_settings(context: typer.Context) -> None:
 
 def named_data(spec: str, seed: int) -> str:
     """What a spec is called in the map's card: no path, and facts with their seed."""
-    from kvferry.judging.tasks.facts import VERSION
+    from kvferry.judging.tasks.facts import data_name
 
     kind, rest = split_spec(spec)
     if kind in ("facts", "recite"):
-        count, _, tail = rest.partition(":")
-        return f"{VERSION}:{count}:{tail or seed}" + (":recited" if kind == "recite" else "")
+        return data_name(*_texts_and_seed(spec, seed), recited=kind == "recite")
     return f"{kind}:{Path(rest).name}"
+
+
+def _texts_and_seed(spec: str, seed: int) -> tuple[int, int]:
+    """Of ``facts:TEXTS[:SEED]`` or ``recite:TEXTS[:SEED]``; ``seed`` where the spec has none."""
+    kind, rest = split_spec(spec)
+    count, _, tail = rest.partition(":")
+    try:
+        texts, own = int(count), int(tail or seed)
+        if texts < 1:
+            raise ValueError(rest)
+    except ValueError as error:
+        raise BadInput(
+            expected=f"{kind}:TEXTS[:SEED] with whole numbers",
+            got=rest,
+            next_step=f"e.g. {kind}:24",
+        ) from error
+    return texts, own
 
 
 def board(folder: Path) -> Callable[[int, dict[str, float]], None]:
@@ -458,17 +474,7 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
 def _facts(ferry: Handoff, kind: str, rest: str, options: dict[str, Any]) -> TuneData:
     from kvferry.judging.facts_data import question_data, recital_data
 
-    count, _, tail = rest.partition(":")
-    try:
-        texts, seed = int(count), int(tail or options["seed"])
-        if texts < 1:
-            raise ValueError(rest)
-    except ValueError as error:
-        raise BadInput(
-            expected=f"{kind}:TEXTS[:SEED] with whole numbers",
-            got=rest,
-            next_step=f"e.g. {kind}:24",
-        ) from error
+    texts, seed = _texts_and_seed(f"{kind}:{rest}", options["seed"])
     if kind == "recite":
         return recital_data(ferry, texts, seed=seed)
     return question_data(ferry, texts, seed=seed, held_out=options["held_out"])

@@ -57,6 +57,16 @@ class Recital:
     statements: tuple[Statement, ...]
 
 
+def data_name(texts: int, seed: int, *, recited: bool = False) -> str:
+    """What facts to tune on are called in a map's card: version, texts and seed."""
+    return f"{VERSION}:{texts}:{seed}" + (":recited" if recited else "")
+
+
+def seed_of(name: str) -> int | None:
+    """The seed in a ``data_name`` of this version; ``None`` for other data."""
+    return int(name.split(":")[2]) if name.startswith(f"{VERSION}:") else None
+
+
 def make_texts(part: Part, count: int, *, seed: int, questions: int = 16) -> list[ChoiceText]:
     """Texts of one part; the same arguments give the same texts.
 
