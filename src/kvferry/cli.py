@@ -29,6 +29,7 @@ VERBS = (
     "tune",
     "measure",
     "compare",
+    "card",
     "ask",
     "bench",
     "judge",

@@ -99,7 +99,9 @@ def running_text(
     for document in sorted(documents, key=lambda d: d.doc_id):
         if document.split not in cut:
             continue
-        if document.split == "select" and len(cut["select"]) >= settings.held_out:
+        if document.split == "select" and len(cut["select"]) >= max(
+            settings.held_out, settings.options
+        ):
             continue
         ids = layout.context(document.text)
         pieces = ids.numel() // need if document.split == "fit" else min(ids.numel() // need, 1)

@@ -351,10 +351,25 @@ class CacheMap:
         }
         self._grouped = None
         self.config = self.config.model_copy(update={"config_sha256": self.config.digest})
-        write_json(folder / CONFIG_NAME, self.config.model_dump())
+        self._save_config(folder)
+
+    def save_quality(self, folder: str | Path, figures: dict[str, Any]) -> None:
+        """Add figures to a saved map's config and card; its weights and identity stay.
+
+        Args:
+            folder: where this map lies.
+            figures: what was measured, by name; these replace what stood under the same name.
+        """
+        quality = self.config.quality | figures
+        self.config = self.config.model_copy(update={"quality": quality})
+        self._save_config(Path(folder))
+
+    def _save_config(self, folder: Path) -> None:
         from kvferry.maps.card import card_text
 
-        write_text(folder / CARD_NAME, card_text(self.config, path.stat().st_size))
+        write_json(folder / CONFIG_NAME, self.config.model_dump())
+        size = (folder / WEIGHTS_NAME).stat().st_size
+        write_text(folder / CARD_NAME, card_text(self.config, size))
 
     def _save_corrector(self, path: Path) -> None:
         """As bfloat16; from then on the corrector is what was written."""

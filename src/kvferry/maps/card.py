@@ -81,7 +81,62 @@ def _tuned_lines(config: MapConfig) -> list[str]:
 def _quality_lines(quality: dict[str, Any]) -> list[str]:
     if not quality:
         return ["not measured"]
-    return [f"- {name}: {_value(value)}" for name, value in sorted(quality.items())]
+    within = {name: value for name, value in quality.items() if name != "held_out"}
+    lines = [f"- {name}: {_value(value)}" for name, value in sorted(within.items())]
+    if "held_out" in quality:
+        lines += ["", "## On held-out texts", "", *held_out_lines(quality["held_out"])]
+    return lines
+
+
+def held_out_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Tables of ``quality["held_out"]``: right answers, and losses on running text.
+
+    Domain ``in``: the task, or a file of that name, is among what the map was made from (other
+    texts of it); ``out``: it is not.
+    """
+    asked, read = ([r for r in rows if ("right" in r) == kind] for kind in (True, False))
+    lines = []
+    if asked:
+        lines += [
+            "Right answers. Recovered: from no context (0) to the receiver's own reading (1); p: "
+            "transfer against no context and against the wrong document, exact McNemar.",
+            "",
+            "| task | domain | n | transfer | receiver | source | no context | wrong document | "
+            "recovered | p |",
+            "|" + "---|" * 10,
+            *map(_asked_line, asked),
+            "",
+        ]
+    if read:
+        lines += [
+            "Next-token losses in nats; p: Wilcoxon, one-sided.",
+            "",
+            "| text | domain | n | transfer | receiver | source | no context | wrong document | "
+            "recovered (95 %) | p |",
+            "|" + "---|" * 10,
+            *map(_read_line, read),
+            "",
+        ]
+    return lines[:-1]
+
+
+_ORDER = ("transfer", "receiver_native", "source_native", "no_context", "wrong_document")
+
+
+def _asked_line(row: dict[str, Any]) -> str:
+    right = " | ".join(str(row["right"][arm]) for arm in _ORDER)
+    share = "-" if row["recovered"] is None else f"{row['recovered']:.2f}"
+    p = ", ".join(f"{row['p_two_sided'][arm]:.2g}" for arm in ("no_context", "wrong_document"))
+    name = f"{row['task']}, {row['part'].replace('_', ' ')}"
+    return f"| {name} | {row['domain']} | {row['n']} | {right} | {share} | {p} |"
+
+
+def _read_line(row: dict[str, Any]) -> str:
+    losses = " | ".join(f"{row['nll'][arm]:.3f}" for arm in _ORDER)
+    low, high = row["interval"]
+    share = f"{row['recovered']:.2f} ({low:.2f} … {high:.2f})"
+    p = ", ".join(f"{row['p_one_sided'][arm]:.2g}" for arm in ("no_context", "wrong_document"))
+    return f"| {row['part']} | {row['domain']} | {row['n']} | {losses} | {share} | {p} |"
 
 
 def _value(value: Any) -> str:
