@@ -124,11 +124,17 @@ def test_a_map_of_folders_is_measured_from_anywhere(root: Path, tmp_path: Path) 
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_maps_of_one_folder_name_are_refused(root: Path) -> None:
-    for name in ("a", "b"):
+def test_maps_of_one_folder_name_go_by_the_folder_above(root: Path) -> None:
+    for name in ("a", "b", "other/a"):
         shutil.copytree(root / "fitted", root / name / "m", dirs_exist_ok=True)
-    said = refused(root, "measure", *PAIR, "--map", "a/m", "--map", "b/m", *MEASURE, "--out", "y")
-    assert "different names" in said
+    done = run(root, "measure", *PAIR, "--map", "a/m", "--map", "b/m", *MEASURE, "--out", "y")
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads((root / "y" / "summary.json").read_text("utf-8"))["maps"]) == {
+        "a/m",
+        "b/m",
+    }
+    two = ["--map", "a/m", "--map", "other/a/m"]
+    assert "different names" in refused(root, "measure", *PAIR, *two, *MEASURE, "--out", "x")
 
 
 def test_a_tail_of_the_whole_context_is_native_reading(root: Path) -> None:

@@ -15,6 +15,7 @@ from kvferry.errors import BadInput
 from kvferry.verbs.options import Device, Json
 
 if TYPE_CHECKING:
+    from kvferry.maps.cache_map import CacheMap
     from kvferry.report.demo_result import ArmRow, DemoResult, Direction
     from kvferry.running.handoff import Arm, Handoff
 
@@ -130,7 +131,7 @@ def run(
     n = len(items[FORWARD])
     caveats += [
         f"n = {n} questions: enough to see that it runs, too few to rank arms that are close.",
-        "The maps are ridge only, fitted on running text; they carry the gist and lose facts.",
+        *(_about_the_map(name, ferry.map) for name, ferry in ferries.items()),
         f"Every arm goes on from the words {CUE!r}; free text is its first 8 tokens.",
         "A native reading is timed once and its time used for every arm that starts from it.",
     ]
@@ -143,6 +144,14 @@ def run(
         directions=[_direction(name, ferries[name], folders[name], items[name]) for name in items],
         caveats=caveats,
     )
+
+
+def _about_the_map(name: str, cache_map: CacheMap) -> str:
+    """What a map was made from, in a line."""
+    if cache_map.corrector is None:
+        return f"{name} is ridge only, fitted on running text; it carries the gist and loses facts."
+    data = ", ".join((cache_map.config.tuned or {}).get("data", {}))
+    return f"{name} has a corrector beside its ridge, tuned on {data or 'data it does not name'}."
 
 
 def _item(
@@ -202,7 +211,7 @@ def _direction(name: str, ferry: Handoff, folder: Path, items: list[dict[str, An
         map_sha256=config.weights_sha256,
         k_key=config.k_key,
         k_value=config.k_value,
-        map_bytes=(folder / "map.safetensors").stat().st_size,
+        map_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         rows=[_arm_row(arm, items) for arm in ARM_ORDER],
         items=[
             Item(

@@ -28,7 +28,8 @@ def load_handoffs(
     """Load maps and their models.
 
     Args:
-        folders: map folders; their last names are the handoffs' names.
+        folders: map folders; their last names are the handoffs' names, with the folder above
+            where two have the same (``tune`` calls each of its maps ``map``).
         source: where the source lies, if not by the name in the map; for maps of one direction.
         receiver: where the receiver lies, likewise.
         source_precision: of weights and cache; what it leaves open is the map's.
@@ -38,7 +39,7 @@ def load_handoffs(
         options: as for ``Handoff``.
 
     Raises:
-        BadInput: two folders of one name.
+        BadInput: a folder twice, or two of one name in folders of one name.
     """
     from kvferry.maps.cache_map import CacheMap
     from kvferry.models.load import LoadedModel
@@ -46,6 +47,8 @@ def load_handoffs(
     from kvferry.running.readings import Readings
 
     names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
     if len(set(names)) < len(names):
         raise BadInput(
             expected="map folders of different names",
