@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvferry.errors import BadInput
 from kvferry.models.cache import fork, forward
-from kvferry.running import decode
+from kvferry.running import choices, decode
 from kvferry.running.decode import Sampling
 from kvferry.running.handoff import Handoff, Held
 from kvferry.running.readings import Readings
@@ -362,6 +362,31 @@ def test_score_alone_with_one_token_options() -> None:
     )
     want = last_logits(handoff, held, QUESTION).log_softmax(-1)[9]
     assert float(scores[0][0]) == pytest.approx(float(want), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "stablelm-0.5"])
+@pytest.mark.parametrize("tokens", [1, 100, choices.BATCH_TOKENS])
+def test_options_of_many_questions_at_once_score_as_one_by_one(
+    kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "BATCH_TOKENS", tokens)
+    handoff = ferry(kind)
+    held = handoff.hand_over(CONTEXT)
+    length = held.length
+    asked = [
+        choices.Asked(
+            handoff.layout.tail(QUESTION + " And then?" * place),
+            tuple(torch.arange(7 + place, 7 + place + size) for size in sizes),
+        )
+        for place, sizes in enumerate([(1, 1), (3, 1, 2), (2,), (1,), (4, 4, 1)])
+    ]
+    found = choices.option_scores(held.loaded, held.cache, asked)
+    assert held.cache.get_seq_length() == length
+    for one, scores in zip(asked, found, strict=True):
+        want = decode.score(held.loaded, held.cache, one.tail, list(one.options))
+        assert [each.shape for each in scores] == [each.shape for each in want]
+        for mine, theirs in zip(scores, want, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(max_new_tokens=12, temperature=1.5)])

@@ -359,6 +359,12 @@ def rows_from(model: Any, cache: DynamicCache, start: int) -> DynamicCache:
     return _filled(model, pairs, kind_of(cache))
 
 
+def rows_of(model: Any, cache: DynamicCache, rows: Tensor) -> DynamicCache:
+    """Copies of a cache's rows, ``[R]`` int64 of them, some perhaps several times."""
+    pairs = [(keys[rows], values[rows]) for keys, values in entries(cache)]
+    return _filled(model, pairs, kind_of(cache))
+
+
 def entries(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
     """Every layer's keys and values, ``[B, H, T, D]`` (full-attention layers only)."""
     layers: list[Any] = list(cache.layers)

@@ -15,9 +15,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvferry.models.attention_probe import recorded_attention
-from kvferry.models.cache import cache_argument, entries, fork
+from kvferry.models.cache import cache_argument, entries, fork, rows_of
 from kvferry.models.load import LoadedModel
-from kvferry.running.decode import nan_logits, score
+from kvferry.running.decode import nan_logits
+
+BATCH_TOKENS = 8192
+"""Held and read tokens of all rows of one scoring pass: about half a gigabyte of a small model."""
 
 
 @dataclass(frozen=True)
@@ -146,22 +149,89 @@ def option_scores(
 ) -> list[list[Tensor]]:
     """Log-probabilities of each question's options, ``[n]`` float32 an option of n tokens.
 
-    Questions whose options are all single tokens are answered in one pass.
+    Tails are read side by side, and so are the options behind them, as many at once as keep
+    ``BATCH_TOKENS``.
+
+    Raises:
+        NotFinite: NaN among the logits.
     """
-    found: dict[int, list[Tensor]] = {}
-    short = [i for i, one in enumerate(asked) if all(o.numel() == 1 for o in one.options)]
+    held = int(cache.get_seq_length())
+    longest = max((int(one.tail.numel()) for one in asked), default=0)
+    size = max(BATCH_TOKENS // (held + longest), 1)
+    found: list[list[Tensor]] = []
     with torch.no_grad():
-        if short:
-            rows = [asked[i].continuation for i in short]
-            logits = answer_all(loaded, cache, rows).logits
-            if bool(torch.isnan(logits).any()):
-                raise nan_logits()
-            for i, row in zip(short, logits.float().log_softmax(-1).cpu(), strict=True):
-                found[i] = list(row[torch.cat(asked[i].options)].split(1))
-    for i, one in enumerate(asked):
-        if i not in found:
-            found[i] = score(loaded, cache, one.tail, list(one.options))
-    return [found[i] for i in range(len(asked))]
+        for start in range(0, len(asked), size):
+            found += _scores_at_once(loaded, cache, asked[start : start + size])
+    return found
+
+
+def _scores_at_once(
+    loaded: LoadedModel, cache: DynamicCache, asked: Sequence[Asked]
+) -> list[list[Tensor]]:
+    """One pass over all tails, padded in front, then the options' further tokens behind them."""
+    model: Any = loaded.model
+    head = model.get_output_embeddings()
+    held = int(cache.get_seq_length())
+    ends = torch.tensor([held + one.tail.numel() for one in asked])
+    width = int(ends.max()) - held
+    ids = torch.zeros((len(asked), width), dtype=torch.int64)
+    mask = torch.ones((len(asked), held + width), dtype=torch.int64)
+    for row, one in enumerate(asked):
+        gap = width - int(one.tail.numel())
+        ids[row, gap:] = one.tail
+        mask[row, held : held + gap] = 0
+    positions = (ends[:, None] - width + torch.arange(width)).clamp_min(0)
+    read = fork(model, cache, batch=len(asked))
+    hidden = _behind(loaded, read, ids, mask, positions)
+    first = _log_probabilities(head(hidden[:, -1]))
+    found = [[first[row, option[:1]] for option in one.options] for row, one in enumerate(asked)]
+    further = [
+        (row, place, option)
+        for row, one in enumerate(asked)
+        for place, option in enumerate(one.options)
+        if option.numel() > 1
+    ]
+    further.sort(key=lambda each: int(each[2].numel()))
+    size = max(BATCH_TOKENS // (held + width), 1)
+    for start in range(0, len(further), size):
+        group = further[start : start + size]
+        rows = torch.tensor([row for row, _, _ in group])
+        count = max(int(option.numel()) for _, _, option in group) - 1
+        # Padded behind: what stands behind a token can't change it.
+        ids = torch.zeros((len(group), count), dtype=torch.int64)
+        for place, (_, _, option) in enumerate(group):
+            ids[place, : option.numel() - 1] = option[:-1]
+        behind = torch.cat((mask[rows], torch.ones_like(ids)), 1)
+        positions = ends[rows, None] + torch.arange(count)
+        hidden = _behind(loaded, rows_of(model, read, rows), ids, behind, positions)
+        for state, (row, place, option) in zip(hidden, group, strict=True):
+            steps = _log_probabilities(head(state[: option.numel() - 1]))
+            rest = steps.gather(1, option[1:, None])[:, 0]
+            found[row][place] = torch.cat((found[row][place], rest))
+    return found
+
+
+def _behind(
+    loaded: LoadedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor
+) -> Tensor:
+    """Last hidden states ``[B, n, hidden]`` of tokens behind a cache, which they extend."""
+    model: Any = loaded.model
+    body = model.get_decoder()
+    output = body(
+        input_ids=ids.to(loaded.device),
+        attention_mask=mask.to(loaded.device),
+        position_ids=positions.to(loaded.device),
+        use_cache=True,
+        **{cache_argument(body): cache},
+    )
+    states: Tensor = output.last_hidden_state
+    return states
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    if bool(torch.isnan(logits).any()):
+        raise nan_logits()
+    return logits.float().log_softmax(-1).cpu()
 
 
 def likeliest(scores: Sequence[Tensor]) -> int:
