@@ -136,6 +136,15 @@ def tune(
             metavar="N",
         ),
     ] = 0,
+    section_chars: Annotated[
+        int | None,
+        typer.Option(
+            help="Cut running text at blank lines into documents of this size.",
+            min=1,
+            rich_help_panel="Data",
+            metavar="N",
+        ),
+    ] = None,
     keep_readings: Annotated[
         int,
         typer.Option(
@@ -252,6 +261,7 @@ def tune(
         "context_tokens": context_tokens,
         "target_tokens": target_tokens,
         "texts": texts,
+        "section_chars": section_chars,
         "answer_tokens": answer_tokens,
         "cue": cue,
     }
@@ -444,6 +454,7 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
     )
 
     kind, rest = split_spec(spec)
+    cut_at = options["section_chars"]
     if kind in ("facts", "recite"):
         return _facts(ferry, kind, rest, options)
     name = f"{kind}:{Path(rest).name}"
@@ -454,7 +465,9 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
             held_out=options["held_out"],
             texts=options["texts"],
         )
-        return running_text(ferry.layout, read_corpus([rest]).documents, cut, name=name)
+        return running_text(
+            ferry.layout, read_corpus([rest], section_chars=cut_at).documents, cut, name=name
+        )
     if kind == "rows":
         return task_rows(
             ferry.layout,
@@ -466,7 +479,7 @@ def read_data(ferry: Handoff, spec: str, out: Path, options: dict[str, Any]) -> 
     if holds_rows(Path(rest)):
         rows = read_rows(Path(rest))
     else:
-        documents = read_corpus([rest]).documents
+        documents = read_corpus([rest], section_chars=cut_at).documents
         rows = prompts_for(documents, chars=4 * options["context_tokens"])
     return source_answers(ferry, rows, out, max_new_tokens=options["answer_tokens"], name=name)
 
