@@ -82,6 +82,16 @@ def test_a_corrector_from_each_kind_of_data(
     assert "rank 2" in card
 
 
+def test_a_text_of_one_piece_is_cut_into_documents(root: Path, tmp_path: Path) -> None:
+    rows = map(json.loads, (root / "prose.jsonl").read_text("utf-8").splitlines())
+    (tmp_path / "one.txt").write_text("\n\n".join(row["text"] for row in rows), encoding="utf-8")
+    arguments = ["tune", root / "map", "--data", f"text:{tmp_path}/one.txt", *SHORT, *CUT]
+    done = CliRunner().invoke(app, [*map(str, arguments), "--out", str(tmp_path / "a")])
+    assert isinstance(done.exception, BadInput)  # all of it is of one split
+    made = run(*arguments, "--section-chars", 500, "--out", tmp_path / "b")
+    assert made["best"]["n"] == 4
+
+
 def test_a_mixture_with_the_source_s_own_answers(root: Path, tmp_path: Path) -> None:
     arguments = ["tune", root / "map", "--data", f"source:{root}/prose.jsonl=2"]
     arguments += ["--data", f"text:{root}/prose.jsonl", "--out", tmp_path / "out", *SHORT]
