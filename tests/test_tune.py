@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvferry.errors import BadInput, HashMismatch, WrongPair
-from kvferry.fitting.train import TuneSettings, TuneText, tune
+from kvferry.fitting.train import TuneSettings, TuneText, kept, tune
 from kvferry.maps.cache_map import CacheMap
 from kvferry.maps.corrector import KINDS, Corrector, CorrectorConfig
 from kvferry.running.choices import Asked
@@ -73,6 +74,24 @@ def test_gradients_reach_every_parameter(ferry: Handoff, kind: str) -> None:
 def test_placement_on_keys_values_and_layers(ferry: Handoff) -> None:
     config = CorrectorConfig(keys=False, layers=(1, 2))
     assert Corrector(config, ferry.map.shape).names == ("1.V", "2.V")
+
+
+def test_within_a_standard_error_the_lower_loss_is_kept() -> None:
+    def log(*rows: tuple[int, int, float]) -> list[dict[str, Any]]:
+        return [
+            {"correct": c, "margin": (c - w) / 100, "n": 100, "held_out_loss": loss}
+            for c, w, loss in rows
+        ]
+
+    def place(rows: list[dict[str, Any]]) -> int:
+        return rows.index(kept(rows))
+
+    assert place(log((80, 10, 2.0), (78, 10, 1.0))) == 1  # two fewer of 100 are noise: 4 are one sd
+    assert place(log((80, 10, 2.0), (75, 10, 1.0))) == 0
+    assert place(log((80, 10, 1.0), (82, 10, 2.0))) == 0
+    assert place(log((80, 10, 1.0), (90, 10, 2.0))) == 1
+    assert place(log((80, 10, 2.0), (77, 10, 1.9), (82, 10, 3.0))) == 2  # the kept one fell behind
+    assert place(log((80, 10, 2.0), (80, 10, 2.0))) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,6 +60,7 @@ CUT = ["--context-tokens", 64, "--target-tokens", 24, "--answer-tokens", 4]
     [
         (["facts:2", "recite:2=0.5"], "task"),
         (["text:prose.jsonl"], "generic"),
+        (["facts:2", "text:prose.jsonl=0.5"], "mixed"),
         (["rows:rows.jsonl"], "task"),
     ],
 )
@@ -71,6 +72,11 @@ def test_a_corrector_from_each_kind_of_data(
     ]
     made = run("tune", root / "map", *specs, "--out", tmp_path, *SHORT, *CUT)
     assert made["best"]["n"] > 0
+    if scope == "mixed":
+        parts = made["log"][0]["by_source"]
+        assert len(parts) == len(data)
+        for what in ("correct", "wrong_document_correct", "n"):
+            assert sum(part[what] for part in parts.values()) == made["log"][0][what]
     tuned = CacheMap.from_pretrained(tmp_path / "map")
     ridge = CacheMap.from_pretrained(root / "map")
     assert tuned.config.weights_sha256 == ridge.config.weights_sha256

@@ -3,7 +3,7 @@
 The mapped cache is an input of the receiver, so a step is one short pass over the continuations
 and back. What a step reads follows from seed and step number alone, so that a killed run resumes
 to the same result. Every few steps the corrector is judged on held-out texts by accuracy, beside
-the wrong document's (of equal ones, by their loss); the best is kept.
+the wrong document's; of those within a standard error of the best, the lowest loss is kept.
 One call: ``tune(ferry, texts, held_out, settings, folder)``.
 """
 
@@ -13,7 +13,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,13 @@ Watch = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class TuneText:
-    """A context, what is asked about it, and how often it is drawn beside others."""
+    """A context, what is asked about it, how often it is drawn beside others, and where from."""
 
     text_id: str
     body: Tensor
     asked: tuple[Asked, ...]
     weight: float = 1.0
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class _Run:
             "identity": self.identity,
             "settings": _plain(settings),
             "log": self.log,
-            "best": max(self.log, key=lambda row: (*_rank(row), -row["step"])),
+            "best": kept(self.log),
             "parameters": self.corrector.parameter_count,
             "code": code_version(),
             "machine": machine(),
@@ -269,21 +270,20 @@ class _Run:
             return self.ferry.canonical(reading.cache, text.body)
 
     def _judge(self) -> None:
-        """Accuracy on held-out texts against the wrong document's; the best margin is kept."""
+        """Accuracy on held-out texts against the wrong document's; see ``kept``."""
         started = time.perf_counter()
-        found = judge(self.ferry, self.held_out)
+        by_source = judge_each(self.ferry, self.held_out)
+        found = together(by_source.values())
         row = {
             "step": self.step,
             "loss": round(self.last_loss, 5) if self.step else None,
-            "correct": found.correct,
-            "wrong_document_correct": found.wrong_document_correct,
-            "n": found.n,
-            "margin": found.margin,
-            "held_out_loss": round(found.loss, 5),
+            **found.figures(),
         }
-        if not self.log or _rank(row) > max(_rank(r) for r in self.log):
-            self._save(self.folder / "best.safetensors", optimiser=False)
+        if len(by_source) > 1:
+            row["by_source"] = {name: one.figures() for name, one in by_source.items()}
         self.log.append(row)
+        if kept(self.log) is row:
+            self._save(self.folder / "best.safetensors", optimiser=False)
         say(
             f"step {self.step}: held-out {found.correct}/{found.n}, wrong document "
             f"{found.wrong_document_correct}/{found.n}, held-out loss {found.loss:.3f}"
@@ -295,8 +295,7 @@ class _Run:
         patience = self.settings.patience
         if not patience or len(self.log) <= patience:
             return False
-        best = max(_rank(row) for row in self.log[:-patience])
-        return all(_rank(row) <= best for row in self.log[-patience:])
+        return kept(self.log) is kept(self.log[:-patience])
 
     last_loss = math.nan
 
@@ -388,46 +387,95 @@ class Judged:
         correct: right choices after the handoff.
         wrong_document_correct: after the wrong document's.
         n: asked.
-        loss: cross-entropy of the right answers' tokens after the handoff, nats a token.
+        nats: cross-entropy of the right answers' tokens after the handoff, summed.
+        tokens: of the right answers.
     """
 
     correct: int
     wrong_document_correct: int
     n: int
-    loss: float
+    nats: float
+    tokens: int
 
     @property
     def margin(self) -> float:
         """What reading gave: the share of right choices above the wrong document's."""
         return (self.correct - self.wrong_document_correct) / self.n
 
+    @property
+    def loss(self) -> float:
+        """Cross-entropy, nats a token."""
+        return self.nats / self.tokens
+
+    def figures(self) -> dict[str, Any]:
+        """For a record."""
+        return {
+            "correct": self.correct,
+            "wrong_document_correct": self.wrong_document_correct,
+            "n": self.n,
+            "margin": self.margin,
+            "held_out_loss": round(self.loss, 5),
+        }
+
 
 def judge(ferry: Handoff, texts: Sequence[TuneText]) -> Judged:
     """Choices on held-out texts, after the handoff and after the wrong document's."""
+    return together(judge_each(ferry, texts).values())
+
+
+def judge_each(ferry: Handoff, texts: Sequence[TuneText]) -> dict[str, Judged]:
+    """The same for each source of texts, by its name."""
+    found: dict[str, list[Judged]] = {}
     with torch.no_grad():
-        return _judged(ferry, texts)
+        for place, text in enumerate(texts):
+            found.setdefault(text.source, []).append(_judged(ferry, text, texts[place - 1]))
+    return {name: together(each) for name, each in found.items()}
 
 
-def _judged(ferry: Handoff, texts: Sequence[TuneText]) -> Judged:
+def together(each: Iterable[Judged]) -> Judged:
+    """Sums of one judgement or more."""
+    rows = list(each)
+    return Judged(
+        sum(row.correct for row in rows),
+        sum(row.wrong_document_correct for row in rows),
+        sum(row.n for row in rows),
+        sum(row.nats for row in rows),
+        sum(row.tokens for row in rows),
+    )
+
+
+def _judged(ferry: Handoff, text: TuneText, wrong: TuneText) -> Judged:
     hits = [0, 0]
-    n = tokens = 0
-    loss = 0.0
-    for place, text in enumerate(texts):
-        for which, read in enumerate((text, texts[place - 1])):
-            held = ferry.hand_over_ids(read.body, arm="transfer")
-            found = option_scores(held.loaded, held.cache, text.asked)
-            for scores, one in zip(found, text.asked, strict=True):
-                hits[which] += likeliest(scores) == one.right
-                if which == 0:
-                    loss -= float(scores[one.right].sum())
-                    tokens += int(scores[one.right].numel())
-        n += len(text.asked)
-    return Judged(hits[0], hits[1], n, loss / tokens)
+    tokens, nats = 0, 0.0
+    for which, read in enumerate((text, wrong)):
+        held = ferry.hand_over_ids(read.body, arm="transfer")
+        found = option_scores(held.loaded, held.cache, text.asked)
+        for scores, one in zip(found, text.asked, strict=True):
+            hits[which] += likeliest(scores) == one.right
+            if which == 0:
+                nats -= float(scores[one.right].sum())
+                tokens += int(scores[one.right].numel())
+    return Judged(hits[0], hits[1], len(text.asked), nats, tokens)
 
 
-def _rank(row: dict[str, Any]) -> tuple[float, float]:
-    """What is better: the margin over the wrong document; of equal ones, the lower loss."""
-    return row["margin"], -row["held_out_loss"]
+def kept(log: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The judgement whose corrector is kept: going through them in turn, a later one takes over
+    if it has the lower loss, or if the kept one has fallen behind; only one whose margin over the
+    wrong document is within one standard error of the best margin so far may be kept.
+
+    The standard error is that of the best one's right choices, sqrt(p (1 - p) / n): a few
+    questions more or fewer are noise, and the loss then tells more. Within one step's judgement
+    nothing later is looked at, so that one file holds what is kept.
+    """
+    best = held = log[0]
+    for row in log[1:]:
+        best = max(best, row, key=lambda r: r["margin"])
+        share = best["correct"] / best["n"]
+        least = best["margin"] - math.sqrt(share * (1.0 - share) / best["n"])
+        behind = held["margin"] < least
+        if row["margin"] >= least and (behind or row["held_out_loss"] < held["held_out_loss"]):
+            held = row
+    return held
 
 
 def schedule(step: int, settings: TuneSettings) -> float:

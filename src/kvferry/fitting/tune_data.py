@@ -59,10 +59,11 @@ class TuneData:
     held_out: tuple[TuneText, ...]
 
     def weighted(self, ratio: float) -> TuneData:
-        """The same, drawn ``ratio`` times for each draw of another source with ratio 1."""
+        """The same by its source's name, drawn ``ratio`` times as often as one with ratio 1."""
         each = ratio / max(len(self.train), 1)
-        train = tuple(replace(text, weight=each) for text in self.train)
-        return replace(self, train=train)
+        train = tuple(replace(text, weight=each, source=self.name) for text in self.train)
+        held_out = tuple(replace(text, source=self.name) for text in self.held_out)
+        return replace(self, train=train, held_out=held_out)
 
 
 @dataclass(frozen=True)
